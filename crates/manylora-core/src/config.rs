@@ -1,0 +1,112 @@
+//! Limits of the control plane, the same for the engine and the simulator.
+
+use serde::{Deserialize, Serialize};
+
+use crate::budget::Ledger;
+use crate::error::CoreError;
+use crate::identity::Digest;
+
+/// Order in which waiting requests are looked at.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum SchedulingPolicy {
+    /// First come, first served.
+    #[default]
+    Fcfs,
+    /// Lowest priority value first, then arrival.
+    Priority,
+}
+
+/// How many bytes adapters may take.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum LoraMemory {
+    /// Whatever the ledger shared with the KV cache has.
+    #[default]
+    Elastic,
+    /// At most this many bytes (still out of the shared ledger).
+    Bytes(u64),
+}
+
+/// Everything the control plane has to know. Validated by [`crate::ControlPlane::new`].
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct CoreConfig {
+    /// Sequences per step.
+    pub max_num_seqs: usize,
+    /// Rows per step.
+    pub max_num_batched_tokens: usize,
+    /// Longest sequence, prompt and output.
+    pub max_model_len: usize,
+    /// Tokens per KV block.
+    pub block_size: usize,
+    /// Bytes of one KV block over all layers.
+    pub block_bytes: u64,
+    /// Bytes that KV blocks and adapters share.
+    pub ledger_bytes: u64,
+    /// Whether finished blocks are kept for requests with the same prefix.
+    pub enable_prefix_caching: bool,
+    /// Whether a prompt may be split over steps.
+    pub enable_chunked_prefill: bool,
+    /// Order of the waiting queue.
+    pub policy: SchedulingPolicy,
+    /// Distinct adapters per step; None = no cap beyond the ledger.
+    pub max_loras: Option<usize>,
+    /// Resident adapters; None = unbounded.
+    pub max_cpu_loras: Option<usize>,
+    /// Bytes for adapters.
+    pub lora_memory: LoraMemory,
+    /// Digest of the base's weights and configuration: the root of every block hash.
+    pub base_digest: Digest,
+    /// A waiting adapter that the cap on distinct adapters keeps out for this many steps closes admission to others
+    /// until it has its turn (promise P5).
+    pub max_deferred_steps: u64,
+}
+
+impl CoreConfig {
+    /// Refuses what cannot work, alone or together.
+    pub(crate) fn validate(&self) -> Result<(), CoreError> {
+        let refuse = |message: String| Err(CoreError::InvalidConfig(message));
+        let positive = [
+            ("max_num_seqs", self.max_num_seqs as u64),
+            ("max_num_batched_tokens", self.max_num_batched_tokens as u64),
+            ("max_model_len", self.max_model_len as u64),
+            ("block_size", self.block_size as u64),
+            ("the bytes of a KV block", self.block_bytes),
+            ("max_loras", self.max_loras.map_or(1, |limit| limit as u64)),
+            ("max_cpu_loras", self.max_cpu_loras.map_or(1, |limit| limit as u64)),
+        ];
+        if let Some((name, value)) = positive.iter().find(|(_, value)| *value == 0) {
+            return refuse(format!("{name} (`{value}`) must be at least 1."));
+        }
+        if let (Some(slots), Some(host)) = (self.max_loras, self.max_cpu_loras)
+            && host < slots
+        {
+            return refuse(format!("max_cpu_loras ({host}) must be >= max_loras ({slots})."));
+        }
+        if self.max_num_batched_tokens < self.max_num_seqs {
+            return refuse(format!(
+                "max_num_batched_tokens ({}) must be greater than or equal to max_num_seqs ({}).",
+                self.max_num_batched_tokens, self.max_num_seqs
+            ));
+        }
+        if !self.enable_chunked_prefill && self.max_num_batched_tokens < self.max_model_len {
+            return refuse(format!(
+                "max_num_batched_tokens ({}) must be greater than or equal to max_model_len ({}) while \
+                 enable_chunked_prefill is False: a prompt is computed in one step then.",
+                self.max_num_batched_tokens, self.max_model_len
+            ));
+        }
+        let ledger = Ledger { bytes: self.ledger_bytes, block_bytes: self.block_bytes, block_size: self.block_size };
+        if ledger.blocks_beside(0) >= u32::MAX as usize {
+            return refuse(format!("`{}` bytes make more KV blocks than 2^32; raise block_size", self.ledger_bytes));
+        }
+        let needed_bytes = ledger.sequence_bytes(self.max_model_len);
+        if needed_bytes > self.ledger_bytes {
+            return Err(CoreError::LedgerTooSmall {
+                max_model_len: self.max_model_len,
+                needed_bytes,
+                ledger_bytes: self.ledger_bytes,
+                fits: ledger.longest_sequence(0),
+            });
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,234 @@
+//! The inputs and outputs of the control plane. A recorded trace is the log of [`Event`]s with their times.
+
+use serde::{Deserialize, Serialize};
+
+use crate::identity::{AdapterSlot, Digest, RegistrationId, RequestId};
+
+/// One adapter of a request.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct AdapterUse {
+    /// Which registration.
+    pub registration: RegistrationId,
+    /// Strength, 1 unless the request says otherwise. Entries of scale 0 are dropped at admission.
+    pub scale: f32,
+    /// First position of the sequence that the adapter applies to (0 = all; activated LoRA starts later).
+    pub first_active: u32,
+}
+
+/// A request as the scheduler sees it: one sequence.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct NewRequest {
+    /// Chosen by the caller, never used twice.
+    pub id: RequestId,
+    /// Prompt tokens; at least one.
+    pub prompt: Vec<u32>,
+    /// At most this many tokens are generated.
+    pub max_tokens: usize,
+    /// Lower runs first under the priority policy.
+    pub priority: i64,
+    /// Keeps the KV blocks of different tenants apart.
+    pub cache_salt: Option<String>,
+    /// Adapters, in the request's order; none = the base.
+    pub adapters: Vec<AdapterUse>,
+    /// Whether cached blocks may stand for computed ones (not for prompt logprobs, which need every row).
+    pub read_prefix_cache: bool,
+    /// Whether logits are wanted for every prompt row (prompt logprobs, `Engine::logits`), not only the last.
+    pub all_prompt_logits: bool,
+}
+
+/// What a finished load brings.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct LoadedAdapter {
+    /// Digest of tensors and effective configuration: the version's identity.
+    pub digest: Digest,
+    /// Exact packed bytes.
+    pub bytes: u64,
+}
+
+/// How an adapter is unloaded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum UnloadMode {
+    /// Requests that hold it finish; new ones are refused; then its bytes are freed.
+    Drain,
+    /// Requests that hold it are aborted now.
+    Abort,
+}
+
+/// Everything that can happen to the control plane.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Event {
+    /// A request arrives. A second request with the id of a live one is ignored.
+    Submit(NewRequest),
+    /// A client is gone.
+    Abort(RequestId),
+    /// An adapter's configuration and header were validated. `bytes` is the exact packed size its header implies.
+    Register {
+        /// The id that [`crate::ControlPlane::next_registration`] gave.
+        registration: RegistrationId,
+        /// Packed bytes.
+        bytes: u64,
+    },
+    /// Load now although nobody asks yet (vLLM's `add_lora`).
+    Prefetch(RegistrationId),
+    /// A load ordered by [`Effect::Load`] ended: the version, or the message of its failure. What was loaded is to be
+    /// dropped unless an [`Effect::Install`] of its digest follows at once: nobody wants it any more, or the same content
+    /// is resident already.
+    LoadFinished {
+        /// Which registration.
+        registration: RegistrationId,
+        /// The outcome.
+        result: Result<LoadedAdapter, String>,
+    },
+    /// Take an adapter off the shelf.
+    Unload {
+        /// Which registration.
+        registration: RegistrationId,
+        /// How.
+        mode: UnloadMode,
+    },
+    /// Keep resident until unpinned or unloaded.
+    Pin(RegistrationId),
+    /// Allow eviction again.
+    Unpin(RegistrationId),
+    /// The results of a planned step.
+    Outcome(StepOutcome),
+}
+
+/// What the control plane wants done, or wants known. Drained after every call.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Effect {
+    /// Read, validate and pack this adapter off the step loop; answer with [`Event::LoadFinished`]. `expected` is the
+    /// version's digest if it was read before: other content is then a failure of the load.
+    Load {
+        /// Which registration.
+        registration: RegistrationId,
+        /// Digest it had.
+        expected: Option<Digest>,
+    },
+    /// Put the loaded version into the backend's table.
+    Install {
+        /// Where.
+        slot: AdapterSlot,
+        /// Which version.
+        digest: Digest,
+    },
+    /// Take a version out of the table and drop its packed bytes.
+    Evict {
+        /// Where it was.
+        slot: AdapterSlot,
+        /// Which version.
+        digest: Digest,
+    },
+    /// All adapters of a request are bound to versions and it may be scheduled.
+    LeaseBound(RequestId),
+    /// A request failed before or while running.
+    RequestFailed {
+        /// Which.
+        request: RequestId,
+        /// Why.
+        reason: FailureReason,
+    },
+    /// A request ended: by the outcome's word, by length, or by an abort.
+    Finished {
+        /// Which.
+        request: RequestId,
+        /// Why.
+        reason: FinishReason,
+    },
+    /// An unload ended and the registration is gone.
+    Unloaded(RegistrationId),
+    /// A registration could not be pinned, loaded or made resident; names the reason with its numbers.
+    RegistrationFailed {
+        /// Which.
+        registration: RegistrationId,
+        /// Why.
+        message: String,
+    },
+    /// A [`Event::Prefetch`] or [`Event::Pin`] was carried out: the version is resident.
+    Resident(RegistrationId),
+}
+
+/// Why a request ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum FinishReason {
+    /// End token, stop token or stop string.
+    Stop,
+    /// `max_tokens` or the model's context.
+    Length,
+    /// Cancelled.
+    Abort,
+}
+
+impl FinishReason {
+    /// The word for it in OpenAI's and vLLM's answers.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Stop => "stop",
+            Self::Length => "length",
+            Self::Abort => "abort",
+        }
+    }
+}
+
+/// Why a request failed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum FailureReason {
+    /// Its adapter could not be loaded.
+    #[error("adapter could not be loaded: {0}")]
+    AdapterLoad(String),
+    /// Its adapter was unloaded before the request started.
+    #[error("adapter was unloaded before the request started")]
+    AdapterUnloaded,
+    /// Not even alone does it fit the KV blocks.
+    #[error(
+        "the request needs `{needed}` KV blocks and there are `{available}`; raise kv_cache_memory_bytes or shorten it"
+    )]
+    TooLarge {
+        /// Blocks it needs.
+        needed: usize,
+        /// Blocks there are.
+        available: usize,
+    },
+    /// Its prompt is empty or longer than a sequence may be.
+    #[error("the prompt has `{tokens}` tokens and must have 1 to `{limit}` (max_model_len)")]
+    PromptLength {
+        /// Tokens it has.
+        tokens: usize,
+        /// Tokens it may have.
+        limit: usize,
+    },
+    /// It combines more adapters than a step can have.
+    #[error(
+        "the request combines `{needed}` adapters and `{limit}` can run together; raise max_loras and max_cpu_loras"
+    )]
+    TooManyAdapters {
+        /// Adapters it combines.
+        needed: usize,
+        /// Adapters that can run together.
+        limit: usize,
+    },
+}
+
+/// Result of one sequence in a step.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct SequenceOutcome {
+    /// Which request.
+    pub request: Option<RequestId>,
+    /// First of its new tokens in [`StepOutcome::tokens`].
+    pub first_token: u32,
+    /// Number of new tokens: 0 while its prompt is incomplete, 1 usually, more with speculative decoding.
+    pub tokens: u32,
+    /// Set when the engine saw an end token, a stop token or a stop string.
+    pub stopped: bool,
+}
+
+/// Results of a planned step, in the plan's order.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct StepOutcome {
+    /// Number of the step, as in the plan.
+    pub step: u64,
+    /// One per planned sequence.
+    pub sequences: Vec<SequenceOutcome>,
+    /// New tokens of all sequences.
+    pub tokens: Vec<u32>,
+}

@@ -1,0 +1,39 @@
+//! The control plane of ManyLoRA: pure, deterministic, no I/O, no clock, no threads, no device.
+//!
+//! Everything that decides *what runs when* is here, so that the engine and the simulator run the very same code.
+//! Time comes in as an argument. Every input is one [`Event`]; what must happen outside comes back as [`Effect`]s.
+//!
+//! Reading order: [`event`] and [`plan`] (the contract), [`control`] (the one entry point), `scheduler` (what makes a
+//! step), `admission` (who may start, and the bound on waiting), `outcome` (what comes back), `shelf` (adapters, versions,
+//! leases), `memory` (the ledger between adapters and KV blocks), [`block_pool`], [`budget`], then [`sampling`] and
+//! [`config`].
+
+mod admission;
+pub mod block_pool;
+pub mod budget;
+pub mod config;
+pub mod control;
+pub mod error;
+pub mod event;
+pub mod eviction;
+pub mod identity;
+mod memory;
+mod outcome;
+pub mod plan;
+mod request;
+pub mod sampling;
+mod scheduler;
+mod shelf;
+pub mod stats;
+
+pub use config::{CoreConfig, LoraMemory, SchedulingPolicy};
+pub use control::ControlPlane;
+pub use error::CoreError;
+pub use event::{
+    AdapterUse, Effect, Event, FailureReason, FinishReason, LoadedAdapter, NewRequest, SequenceOutcome, StepOutcome,
+    UnloadMode,
+};
+pub use identity::{AdapterSlot, BlockId, Digest, RegistrationId, RequestId, Time};
+pub use plan::{PlannedAdapter, PlannedSequence, StepPlan};
+pub use sampling::SamplingParams;
+pub use stats::{CoreStats, RegistrationStatus, ResidentAdapter};

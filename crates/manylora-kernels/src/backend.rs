@@ -1,0 +1,269 @@
+//! The [`Backend`] trait: the layer-level operations a decoder is made of, over preallocated buffers.
+//!
+//! LoRA is an argument of `linear`, not a wrapper around it. How a weight is packed is the backend's secret. Nothing
+//! here allocates during a step, and an output element's reduction order depends on shapes only, never on the number
+//! of rows, their order, or the number of threads.
+
+use std::sync::Arc;
+
+use crate::batch::{RowAdapterPlan, StepBatch};
+use crate::error::KernelError;
+use crate::site::{Site, SiteShape};
+
+/// Number format in which weights, adapters and the KV cache are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum StorageType {
+    /// bfloat16: 2 bytes
+    Bf16,
+    /// IEEE single: 4 bytes
+    F32,
+}
+
+impl StorageType {
+    /// Bytes of one element.
+    pub const fn bytes(self) -> usize {
+        match self {
+            Self::Bf16 => 2,
+            Self::F32 => 4,
+        }
+    }
+}
+
+/// Rows of a matrix, read as f32: what a weight is packed from (a mapped file, a dequantizer, a test's vector).
+pub trait RowSource: Sync {
+    /// Number of rows (outputs).
+    fn rows(&self) -> usize;
+    /// Number of columns (inputs).
+    fn columns(&self) -> usize;
+    /// Writes rows `first..first + out.len() / columns` to `out`, row-major.
+    fn read(&self, first: usize, out: &mut [f32]) -> Result<(), KernelError>;
+}
+
+/// Shape of the paged KV cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvShape {
+    /// Decoder layers.
+    pub layers: usize,
+    /// Key/value heads.
+    pub kv_heads: usize,
+    /// Width of one head.
+    pub head_dim: usize,
+    /// Tokens per block.
+    pub block_size: usize,
+    /// Number of blocks.
+    pub blocks: usize,
+    /// Element type.
+    pub dtype: StorageType,
+}
+
+/// Shape of one attention call.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionShape {
+    /// Query heads.
+    pub heads: usize,
+    /// Key/value heads; `heads` is a multiple of it.
+    pub kv_heads: usize,
+    /// Width of one head.
+    pub head_dim: usize,
+    /// Factor on the scores, usually 1/sqrt(head_dim).
+    pub scale: f32,
+    /// A row sees at most this many positions, itself included (Mistral's sliding window).
+    pub window: Option<usize>,
+}
+
+/// What `linear` does with its result.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LinearOutput {
+    /// `out = result`
+    Store,
+    /// `out = out + result` (the residual stream)
+    Add,
+}
+
+/// One of the up to three maps that share an input (q/k/v, gate/up, or a single one).
+pub struct LinearPart<'a, B: Backend + ?Sized> {
+    /// The packed weight `[output, input]`.
+    pub weight: &'a B::Weight,
+    /// Bias `[output]`, added after the delta.
+    pub bias: Option<&'a B::Vector>,
+    /// Where adapters look themselves up.
+    pub site: Site,
+    /// Result `[rows, output]`.
+    pub out: &'a mut B::Buffer,
+    /// Store or add.
+    pub mode: LinearOutput,
+}
+
+/// A packed adapter on the backend.
+pub trait PackedAdapter: Send + Sync + 'static {
+    /// Bytes of the packed blob: exactly what `core::budget` charges for it.
+    fn bytes(&self) -> usize;
+}
+
+/// The adapters a step can refer to, by slot.
+#[derive(Debug)]
+pub struct AdapterTable<A> {
+    slots: Vec<Option<Arc<A>>>,
+}
+
+impl<A> AdapterTable<A> {
+    /// A table of `slots` empty slots.
+    pub fn new(slots: usize) -> Self {
+        Self { slots: (0..slots).map(|_| None).collect() }
+    }
+
+    /// Puts an adapter in a slot (growing the table if need be) and returns what was there.
+    pub fn install(&mut self, slot: u32, adapter: Arc<A>) -> Option<Arc<A>> {
+        let slot = slot as usize;
+        if slot >= self.slots.len() {
+            self.slots.resize_with(slot + 1, || None);
+        }
+        self.slots[slot].replace(adapter)
+    }
+
+    /// Empties a slot and returns what was there.
+    pub fn remove(&mut self, slot: u32) -> Option<Arc<A>> {
+        self.slots.get_mut(slot as usize).and_then(Option::take)
+    }
+
+    /// The adapter in a slot.
+    pub fn get(&self, slot: u32) -> Option<&A> {
+        self.slots.get(slot as usize).and_then(Option::as_deref)
+    }
+}
+
+/// The operations of a decoder, over preallocated buffers.
+///
+/// A `Buffer` is a row-major f32 matrix `[capacity, width]`. `rows` says how many rows an operation works on.
+pub trait Backend: Send + Sync + 'static {
+    /// Activation matrix.
+    type Buffer: Send;
+    /// Packed matrix.
+    type Weight: Send + Sync;
+    /// Vector of f32: norm weights, biases, rotary tables.
+    type Vector: Send + Sync;
+    /// Paged key/value cache.
+    type KvCache: Send;
+    /// Packed adapter.
+    type Adapter: PackedAdapter;
+
+    /// Name for people: `cpu (avx2, 2 threads)`.
+    fn describe(&self) -> String;
+
+    /// A zeroed buffer.
+    fn buffer(&self, rows: usize, width: usize) -> Result<Self::Buffer, KernelError>;
+
+    /// Announces the largest step (rows, adapter entries, rank of any site, input width of any linear), so that working
+    /// memory is had now and no step allocates. A backend without working memory of its own does nothing.
+    fn reserve(&self, _rows: usize, _entries: usize, _rank: usize, _width: usize) -> Result<(), KernelError> {
+        Ok(())
+    }
+
+    /// Packs a matrix. `what` names it in errors. Refuses nothing but memory: values are rounded to `dtype`.
+    fn pack_weight(&self, what: &str, source: &dyn RowSource, dtype: StorageType) -> Result<Self::Weight, KernelError>;
+
+    /// A vector.
+    fn vector(&self, values: &[f32]) -> Result<Self::Vector, KernelError>;
+
+    /// Bytes that [`Self::pack_weight`] will take for a matrix `[rows, columns]`, this backend's padding included.
+    fn weight_bytes(&self, rows: usize, columns: usize, dtype: StorageType) -> usize {
+        rows * columns * dtype.bytes()
+    }
+
+    /// Bytes that [`Self::pack_adapter`] will take for these sites, this backend's padding included.
+    fn adapter_bytes(&self, sites: &[SiteShape], dtype: StorageType) -> usize {
+        let elements = |site: &SiteShape| site.rank as usize * (site.input as usize + site.output as usize);
+        sites.iter().map(elements).sum::<usize>() * dtype.bytes()
+    }
+
+    /// An empty KV cache. Memory is reserved, and committed by the pages that are written.
+    fn kv_cache(&self, shape: KvShape) -> Result<Self::KvCache, KernelError>;
+
+    /// Packs an adapter into one blob. `fill(i, a, b)` writes the factors of `sites[i]` as f32, row-major, into
+    /// vectors that it first resizes: A `[rank, input]`, B `[output, rank]`. Can be called from any thread.
+    fn pack_adapter(
+        &self,
+        sites: &[SiteShape],
+        dtype: StorageType,
+        fill: &mut dyn FnMut(usize, &mut Vec<f32>, &mut Vec<f32>) -> Result<(), KernelError>,
+    ) -> Result<Self::Adapter, KernelError>;
+
+    /// `out[row] = weight[tokens[row]]`, plus the deltas of adapters that touch `site`.
+    fn embed(
+        &self,
+        batch: &StepBatch,
+        adapters: &AdapterTable<Self::Adapter>,
+        weight: &Self::Weight,
+        site: Site,
+        out: &mut Self::Buffer,
+    );
+
+    /// RMSNorm of groups of `weight.len()` columns of each row (a whole row, or each head for q/k norms), with
+    /// f32 accumulation. `site` is where adapters that touch norms would be found.
+    fn rms_norm(
+        &self,
+        rows: usize,
+        input: &Self::Buffer,
+        weight: &Self::Vector,
+        epsilon: f32,
+        site: Site,
+        out: &mut Self::Buffer,
+    );
+
+    /// As [`Self::rms_norm`], in place.
+    fn rms_norm_in_place(&self, rows: usize, values: &mut Self::Buffer, weight: &Self::Vector, epsilon: f32);
+
+    /// `out_i = input W_i^T + sum over the row's entries of scale x B(A x) + bias_i` for every part, with one shared
+    /// shrink of `input`. The number of parallel regions does not depend on how many adapters the plan mixes.
+    fn linear(
+        &self,
+        rows: usize,
+        plan: &RowAdapterPlan,
+        adapters: &AdapterTable<Self::Adapter>,
+        input: &Self::Buffer,
+        parts: &mut [LinearPart<'_, Self>],
+    );
+
+    /// Sums a row-parallel linear's partial results over devices: nothing on one device.
+    fn reduce(&self, _rows: usize, _out: &mut Self::Buffer) {}
+
+    /// Rotates q and k in place (half-split pairs, as Hugging Face's `rotate_half`) and writes k and v to the cache at
+    /// `batch.slot_mapping`. `cos` and `sin` are `[positions, head_dim / 2]`.
+    #[allow(clippy::too_many_arguments)]
+    fn rope_kv_write(
+        &self,
+        batch: &StepBatch,
+        layer: usize,
+        shape: &AttentionShape,
+        cos: &Self::Vector,
+        sin: &Self::Vector,
+        q: &mut Self::Buffer,
+        k: &mut Self::Buffer,
+        v: &Self::Buffer,
+        cache: &mut Self::KvCache,
+    );
+
+    /// Causal attention of every row over its sequence's cached positions. A row's result depends on its own context
+    /// only: not on chunking, block ids or neighbours.
+    fn attention(
+        &self,
+        batch: &StepBatch,
+        layer: usize,
+        shape: &AttentionShape,
+        q: &Self::Buffer,
+        cache: &Self::KvCache,
+        out: &mut Self::Buffer,
+    );
+
+    /// `gate = silu(gate) * up`
+    fn gated_activation(&self, rows: usize, gate: &mut Self::Buffer, up: &Self::Buffer);
+
+    /// `out[i] = input[rows[i]]`
+    fn gather_rows(&self, rows: &[u32], input: &Self::Buffer, out: &mut Self::Buffer);
+
+    /// The first `rows` rows as the host sees them, row-major.
+    fn read<'a>(&'a self, buffer: &'a Self::Buffer, rows: usize) -> &'a [f32];
+
+    /// Token with the largest value of each of the first `rows` rows; ties go to the lowest id, NaN never wins.
+    fn argmax(&self, rows: usize, logits: &Self::Buffer, out: &mut [u32]);
+}

@@ -1,0 +1,110 @@
+//! The two inner kernels of `linear` and their dispatch: a panel of outputs for a list of rows, and the shrink.
+//!
+//! Both take rows through a list of pointers, so that any rows of a batch (all of them, or those of one adapter) can
+//! form a register block. A (row, output) pair has one accumulator that runs over the inputs in order, whatever rows
+//! are computed beside it: results do not depend on how rows are grouped.
+
+use super::level::SimdLevel;
+use super::pack::PanelFormat;
+use super::portable;
+#[cfg(target_arch = "x86_64")]
+use super::x86;
+use crate::backend::StorageType;
+
+/// Most panels that one call computes side by side.
+pub(super) const MAX_PANELS: usize = 4;
+
+/// One row of a [`PanelJob`].
+#[derive(Clone, Copy)]
+pub(super) struct PanelRow {
+    /// The row's inputs: f32, or pairs of bf16 for [`PanelFormat::Bf16Pairs`].
+    pub(super) input: *const u32,
+    /// Where the row's outputs accumulate: `panels` x the panel's width, f32.
+    pub(super) tile: *mut f32,
+}
+
+/// `tile[row][output] += sum over steps of input[row][step] x panel[step][output]`, in the order of the steps.
+pub(super) struct PanelJob<'a> {
+    pub(super) rows: &'a [PanelRow],
+    /// First step of the first panel.
+    pub(super) weights: *const u8,
+    /// Bytes from one panel to the next.
+    pub(super) panel_stride: usize,
+    /// Panels side by side: 1, 2 or 4.
+    pub(super) panels: usize,
+    /// Steps to run.
+    pub(super) steps: usize,
+    /// Step that `weights` points to: offset into the rows' inputs.
+    pub(super) first_step: usize,
+    /// Start from zero instead of from the tile.
+    pub(super) fresh: bool,
+}
+
+/// Computes a [`PanelJob`].
+///
+/// # Safety
+/// All pointers of the job are valid for what it says, and the processor has the level that the kernel was written for.
+pub(super) type PanelKernel = unsafe fn(&PanelJob<'_>);
+
+/// One row of a [`ShrinkJob`].
+#[derive(Clone, Copy)]
+pub(super) struct ShrinkRow {
+    /// The row's inputs.
+    pub(super) input: *const f32,
+    /// `[rank]` results.
+    pub(super) result: *mut f32,
+    /// Factor on the results.
+    pub(super) scale: f32,
+}
+
+/// `result[row][r] = scale[row] x sum over k of a[r][k] x input[row][k]` for `ranks` rows of A.
+pub(super) struct ShrinkJob<'a> {
+    pub(super) rows: &'a [ShrinkRow],
+    /// Row-major A, from its first row.
+    pub(super) a: *const u8,
+    /// Columns of A.
+    pub(super) inputs: usize,
+    /// Rows of A to compute.
+    pub(super) ranks: std::ops::Range<usize>,
+}
+
+/// Computes a [`ShrinkJob`].
+///
+/// # Safety
+/// As for [`PanelKernel`].
+pub(super) type ShrinkKernel = unsafe fn(&ShrinkJob<'_>);
+
+/// The panel kernel of a level for a format.
+pub(super) fn panel_kernel(level: SimdLevel, format: PanelFormat) -> PanelKernel {
+    match (level, format) {
+        #[cfg(target_arch = "x86_64")]
+        (SimdLevel::Avx512Bf16, PanelFormat::Bf16Pairs) => x86::avx512_gemm::panel_bf16_pairs,
+        #[cfg(target_arch = "x86_64")]
+        (SimdLevel::Avx2 | SimdLevel::Avx512Bf16, PanelFormat::F32) => x86::avx2_gemm::panel_f32,
+        #[cfg(target_arch = "x86_64")]
+        (SimdLevel::Avx2 | SimdLevel::Avx512Bf16, PanelFormat::Bf16) => x86::avx2_gemm::panel_bf16,
+        (_, PanelFormat::F32) => portable::gemm::panel_f32,
+        (_, PanelFormat::Bf16) => portable::gemm::panel_bf16,
+        (_, PanelFormat::Bf16Pairs) => unreachable!("pairs are packed for AVX-512 only"),
+    }
+}
+
+/// The shrink kernel of a level for A's element type.
+pub(super) fn shrink_kernel(level: SimdLevel, dtype: StorageType) -> ShrinkKernel {
+    match (level, dtype) {
+        #[cfg(target_arch = "x86_64")]
+        (SimdLevel::Avx2 | SimdLevel::Avx512Bf16, StorageType::F32) => x86::avx2_shrink::shrink_f32,
+        #[cfg(target_arch = "x86_64")]
+        (SimdLevel::Avx2 | SimdLevel::Avx512Bf16, StorageType::Bf16) => x86::avx2_shrink::shrink_bf16,
+        (_, StorageType::F32) => portable::shrink::shrink_f32,
+        (_, StorageType::Bf16) => portable::shrink::shrink_bf16,
+    }
+}
+
+/// Splits `rows` rows into the fewest blocks of at most `most`, of nearly equal size: seven rows are 4 + 3, not 6 + 1.
+/// Returns the size of block `index`.
+#[inline]
+pub(super) const fn block_rows(rows: usize, most: usize, index: usize) -> usize {
+    let blocks = rows.div_ceil(most);
+    rows / blocks + (index < rows % blocks) as usize
+}

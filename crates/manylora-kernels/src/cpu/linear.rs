@@ -1,0 +1,553 @@
+//! The driver of `linear`: up to four maps of one input, base and adapters in one pass.
+//!
+//! A call is one parallel region over the panels of all its parts; with adapters, a first region computes the shrink of
+//! all entries for all parts. A thread takes a panel, runs all rows through it into a tile in the first-level cache,
+//! lets each adapter's B continue the very accumulators (`expand`, in the plan's order), adds the bias and writes the
+//! result. Each (row, output) is one chain of additions in a fixed order, so it does not depend on the other rows.
+#![expect(unsafe_code, reason = "threads write disjoint columns of shared outputs")]
+
+use std::sync::PoisonError;
+
+use super::CpuBackend;
+use super::adapter::CpuAdapter;
+use super::kernels::{MAX_PANELS, PanelJob, PanelRow, ShrinkJob, ShrinkRow, block_rows, panel_kernel, shrink_kernel};
+use super::level::SimdLevel;
+use super::memory::Buffer;
+use super::pack::PanelFormat;
+use super::pool::Pool;
+use super::scratch::{Scratch, Segment};
+use crate::backend::{AdapterTable, LinearOutput, LinearPart};
+use crate::batch::{RowAdapterPlan, StepBatch};
+use crate::error::KernelError;
+use crate::site::Site;
+
+/// Most parts of one call.
+const MAX_PARTS: usize = 4;
+/// Most rows that pass through a panel together.
+const MOST_ROWS: usize = 96;
+/// Bytes of activations that should stay in the second-level cache while panels pass by.
+const ROWS_BYTES: usize = 384 << 10;
+/// Bytes of a panel that stay in the first-level cache while several blocks of rows pass by.
+const STEPS_BYTES: usize = 16 << 10;
+/// Outputs of the widest panel, and of a panel of B.
+const WIDEST: usize = 32;
+const B_WIDTH: usize = 16;
+/// Values of a thread's tile.
+const TILE: usize = MOST_ROWS * WIDEST;
+const _: () = assert!(TILE >= MAX_PANELS * WIDEST && TILE >= 3 * 2 * WIDEST);
+
+/// What a region needs to know of one part.
+#[derive(Clone, Copy)]
+struct Part {
+    weights: *const u8,
+    format: PanelFormat,
+    panels: usize,
+    outputs: usize,
+    bias: *const f32,
+    out: *mut f32,
+    out_width: usize,
+    mode: LinearOutput,
+    /// Range of the part's segments.
+    first_segment: usize,
+    last_segment: usize,
+}
+
+/// One call, as its threads see it.
+struct Call<'a> {
+    level: SimdLevel,
+    rows: usize,
+    input: *const f32,
+    input_width: usize,
+    inputs: usize,
+    parts: &'a [Part],
+    plan: &'a RowAdapterPlan,
+    segments: &'a [Segment],
+    shrunk: *mut f32,
+    scratch: *mut f32,
+    scratch_each: usize,
+    /// Rows that pass through a panel together.
+    tile_rows: usize,
+}
+
+// SAFETY: threads read shared inputs, and write disjoint columns of the outputs, disjoint shrink results and their own
+// scratch.
+unsafe impl Sync for Call<'_> {}
+
+/// See [`crate::Backend::reserve`].
+pub(super) fn reserve(
+    scratch: &mut Scratch,
+    threads: usize,
+    rows: usize,
+    entries: usize,
+    rank: usize,
+    width: usize,
+) -> Result<(), KernelError> {
+    // A segment has an entry at least.
+    scratch.reserve(entries * MAX_PARTS, entries * rank * MAX_PARTS)?;
+    // Narrower inputs let more rows pass together; the product is largest at one of these.
+    let narrow = ROWS_BYTES / (4 * MOST_ROWS);
+    let each = scratch_each(rows, width, true).max(scratch_each(rows, narrow.min(width), true));
+    scratch.reserve_threads(threads, each.max(scratch_each(rows, 2 * ROWS_BYTES / (4 * 24), true)))
+}
+
+/// Rows of `inputs` values that pass through a panel together.
+fn tile_rows(inputs: usize) -> usize {
+    (ROWS_BYTES / (4 * inputs.max(1)) / 6 * 6).clamp(24, MOST_ROWS)
+}
+
+/// Values of one thread's scratch: its tile, then rows rounded to pairs. Whole cache lines, and one between neighbours.
+fn scratch_each(rows: usize, inputs: usize, pairs: bool) -> usize {
+    let pair_words = if pairs { tile_rows(inputs).min(rows) * inputs.div_ceil(2) } else { 0 };
+    (TILE + pair_words).next_multiple_of(16) + 16
+}
+
+/// See [`crate::Backend::linear`].
+pub(super) fn linear(
+    backend: &CpuBackend,
+    rows: usize,
+    plan: &RowAdapterPlan,
+    adapters: &AdapterTable<CpuAdapter>,
+    input: &Buffer,
+    parts: &mut [LinearPart<'_, CpuBackend>],
+) {
+    if rows == 0 || parts.is_empty() {
+        return;
+    }
+    assert!(parts.len() <= MAX_PARTS, "`{}` parts in one linear call; at most {MAX_PARTS}", parts.len());
+    let inputs = parts[0].weight.inputs();
+    assert!(rows <= input.rows && inputs <= input.width, "input of {rows} x {inputs} does not fit its buffer");
+    let mut scratch = backend.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+    let scratch = &mut *scratch;
+    let sites: [Option<(Site, usize)>; MAX_PARTS] =
+        std::array::from_fn(|index| parts.get(index).map(|part| (part.site, part.weight.outputs())));
+    resolve_segments(plan, adapters, inputs, sites.iter().flatten().copied(), scratch);
+
+    let mut pairs = false;
+    let views: [Part; MAX_PARTS] = std::array::from_fn(|index| {
+        // Slots beyond the call's parts repeat the last one and are cut off below.
+        let index = index.min(parts.len() - 1);
+        let part = &mut parts[index];
+        let weight = part.weight;
+        let outputs = weight.outputs();
+        assert!(weight.inputs() == inputs, "parts of one linear call share their input");
+        assert!(rows <= part.out.rows && outputs <= part.out.width, "result of {rows} x {outputs} does not fit");
+        assert!(part.bias.is_none_or(|bias| bias.len() == outputs), "a bias has one value per output");
+        pairs |= weight.format() == PanelFormat::Bf16Pairs;
+        Part {
+            weights: weight.data().as_ptr(),
+            format: weight.format(),
+            panels: weight.panels(),
+            outputs,
+            bias: part.bias.map_or(std::ptr::null(), |bias| bias.as_ptr()),
+            out: part.out.as_mut_ptr(),
+            out_width: part.out.width,
+            mode: part.mode,
+            first_segment: scratch.segments.partition_point(|segment| segment.part < index),
+            last_segment: scratch.segments.partition_point(|segment| segment.part <= index),
+        }
+    });
+
+    let tile_rows = tile_rows(inputs);
+    let scratch_each = scratch_each(rows, inputs, pairs);
+    let threads = backend.pool.threads();
+    scratch.reserve_threads(threads, scratch_each).expect("working memory of a step: reserve it at start");
+    let call = Call {
+        level: backend.level,
+        rows,
+        input: input.as_ptr(),
+        input_width: input.width,
+        inputs,
+        parts: &views[..parts.len()],
+        plan,
+        segments: &scratch.segments,
+        shrunk: scratch.shrunk.as_mut_ptr(),
+        scratch: scratch.threads.as_mut_ptr(),
+        scratch_each,
+        tile_rows,
+    };
+    if !call.segments.is_empty() {
+        backend.pool.run(&|part, parts| call.shrink(part, parts));
+    }
+    backend.pool.run(&|part, parts| call.panels(part, parts));
+}
+
+/// Adds the deltas of adapters that touch the embedding to `out`, which holds the base rows.
+pub(super) fn embed_deltas(
+    backend: &CpuBackend,
+    batch: &StepBatch,
+    adapters: &AdapterTable<CpuAdapter>,
+    site: Site,
+    out: &mut Buffer,
+) {
+    let plan = &batch.adapters;
+    if plan.is_empty() {
+        return;
+    }
+    assert!(site == Site::EMBED, "site `{}` is not the embedding", site.0);
+    let mut scratch = backend.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+    let scratch = &mut *scratch;
+    let outputs = out.width;
+    let vocabulary = embed_inputs(plan, adapters);
+    resolve_segments(plan, adapters, vocabulary, std::iter::once((site, outputs)), scratch);
+    if scratch.segments.is_empty() {
+        return;
+    }
+    for segment in &scratch.segments {
+        for (index, entry) in plan.entries()[segment.first..segment.first + segment.count].iter().enumerate() {
+            let token = batch.tokens[entry.row as usize] as usize;
+            assert!(token < vocabulary, "token `{token}` is beyond the adapter's vocabulary of {vocabulary}");
+            let results = &mut scratch.shrunk[segment.shrunk + index * segment.rank..][..segment.rank];
+            let scale = segment.scale * entry.scale;
+            for (rank, result) in results.iter_mut().enumerate() {
+                // SAFETY: the transposed A is `[vocabulary, rank]`.
+                *result = scale * unsafe { element(segment, token * segment.rank + rank) };
+            }
+        }
+    }
+    let rows = batch.rows();
+    assert!(rows <= out.rows, "result of {rows} rows does not fit");
+    let scratch_each = TILE + 16;
+    let threads = backend.pool.threads();
+    scratch.reserve_threads(threads, scratch_each).expect("working memory of a step: reserve it at start");
+    let part = Part {
+        weights: std::ptr::null(),
+        format: PanelFormat::F32,
+        panels: outputs.div_ceil(B_WIDTH),
+        outputs,
+        bias: std::ptr::null(),
+        out: out.as_mut_ptr(),
+        out_width: out.width,
+        mode: LinearOutput::Store,
+        first_segment: 0,
+        last_segment: scratch.segments.len(),
+    };
+    let call = Call {
+        level: backend.level,
+        rows,
+        input: std::ptr::null(),
+        input_width: 0,
+        inputs: 0,
+        parts: std::slice::from_ref(&part),
+        plan,
+        segments: &scratch.segments,
+        shrunk: scratch.shrunk.as_mut_ptr(),
+        scratch: scratch.threads.as_mut_ptr(),
+        scratch_each,
+        tile_rows: MOST_ROWS,
+    };
+    backend.pool.run(&|part, parts| call.embed_panels(part, parts));
+}
+
+/// Columns of A of the adapters that touch the embedding (they agree, or `resolve_segments` refuses).
+fn embed_inputs(plan: &RowAdapterPlan, adapters: &AdapterTable<CpuAdapter>) -> usize {
+    let factors = |slot| adapters.get(slot).and_then(|adapter| adapter.factors(Site::EMBED));
+    plan.segments().iter().find_map(|segment| factors(segment.slot)).map_or(0, |factors| factors.input)
+}
+
+/// One element of A.
+unsafe fn element(segment: &Segment, index: usize) -> f32 {
+    // SAFETY: the caller stays within A.
+    unsafe {
+        match segment.dtype {
+            crate::StorageType::F32 => *segment.a.cast::<f32>().add(index),
+            crate::StorageType::Bf16 => super::pack::bf16_to_f32(*segment.a.cast::<u16>().add(index)),
+        }
+    }
+}
+
+/// Looks every segment of the plan up for every part, once per call and not per panel. A slot that is empty, or factors
+/// of another shape, are an error of the engine: the call panics rather than answer with the base (fail closed).
+fn resolve_segments(
+    plan: &RowAdapterPlan,
+    adapters: &AdapterTable<CpuAdapter>,
+    inputs: usize,
+    sites: impl Iterator<Item = (Site, usize)> + Clone,
+    scratch: &mut Scratch,
+) {
+    scratch.segments.clear();
+    if plan.is_empty() {
+        return;
+    }
+    let parts = sites.clone().count();
+    scratch.reserve(plan.segments().len() * parts, 0).expect("working memory of a step: reserve it at start");
+    let mut shrunk = 0;
+    for (part, (site, outputs)) in sites.enumerate() {
+        for segment in plan.segments() {
+            let Some(adapter) = adapters.get(segment.slot) else {
+                panic!("the plan names slot `{}`, which holds no adapter", segment.slot)
+            };
+            let Some(factors) = adapter.factors(site) else { continue };
+            assert!(
+                factors.input == inputs && factors.output == outputs,
+                "the adapter in slot `{}` is {} -> {} at site `{}`, where the base is {inputs} -> {outputs}",
+                segment.slot,
+                factors.input,
+                factors.output,
+                site.0,
+            );
+            scratch.segments.push(Segment {
+                part,
+                first: segment.first as usize,
+                count: segment.count as usize,
+                rank: factors.rank,
+                scale: factors.scale,
+                dtype: adapter.dtype(),
+                a: factors.a.as_ptr(),
+                b: factors.b.as_ptr(),
+                shrunk,
+            });
+            shrunk += segment.count as usize * factors.rank;
+        }
+    }
+    if scratch.shrunk.len() < shrunk {
+        let segments = std::mem::take(&mut scratch.segments);
+        scratch.reserve(0, shrunk).expect("working memory of a step: reserve it at start");
+        scratch.segments = segments;
+    }
+}
+
+impl Call<'_> {
+    /// A thread's share of the shrink: ranks of segments, split by their number of dot products.
+    fn shrink(&self, part: usize, parts: usize) {
+        let total: usize = self.segments.iter().map(|segment| segment.rank * segment.count).sum();
+        let (from, to) = (total * part / parts, total * (part + 1) / parts);
+        let mut before = 0;
+        for segment in self.segments {
+            let cost = segment.rank * segment.count;
+            // Where a share's border falls within this segment: between blocks of four ranks, the kernels' block.
+            let border = |position: usize| {
+                let within = position.saturating_sub(before);
+                if within >= cost { segment.rank } else { ((within / segment.count + 2) / 4 * 4).min(segment.rank) }
+            };
+            let ranks = border(from)..border(to);
+            before += cost;
+            if ranks.is_empty() {
+                continue;
+            }
+            let kernel = shrink_kernel(self.level, segment.dtype);
+            let entries = &self.plan.entries()[segment.first..segment.first + segment.count];
+            for (chunk, entries) in entries.chunks(MOST_ROWS).enumerate() {
+                let mut list =
+                    [ShrinkRow { input: std::ptr::null(), result: std::ptr::null_mut(), scale: 0.0 }; MOST_ROWS];
+                for (index, entry) in entries.iter().enumerate() {
+                    let row = entry.row as usize;
+                    assert!(row < self.rows, "the plan names row `{row}` of a batch of {}", self.rows);
+                    let result = segment.shrunk + (chunk * MOST_ROWS + index) * segment.rank;
+                    // SAFETY: the row lies in the input, the results in the scratch that was sized for them.
+                    list[index] = unsafe {
+                        ShrinkRow {
+                            input: self.input.add(row * self.input_width),
+                            result: self.shrunk.add(result),
+                            scale: segment.scale * entry.scale,
+                        }
+                    };
+                }
+                let rows = &list[..entries.len()];
+                let job = ShrinkJob { rows, a: segment.a, inputs: self.inputs, ranks: ranks.clone() };
+                // SAFETY: A is `[rank, inputs]`, the rows are as above, and the backend's level is available.
+                unsafe { kernel(&job) };
+            }
+        }
+    }
+
+    /// A thread's share of the panels of all parts.
+    fn panels(&self, thread: usize, threads: usize) {
+        let total: usize = self.parts.iter().map(|part| part.panels).sum();
+        let share = Pool::split(total, 1, thread, threads);
+        if share.is_empty() {
+            return;
+        }
+        // SAFETY: this thread's own stretch of the scratch.
+        let tile = unsafe { self.scratch.add(thread * self.scratch_each) };
+        let blocks = self.rows.div_ceil(self.tile_rows);
+        let mut first_row = 0;
+        for block in 0..blocks {
+            let rows = block_rows(self.rows, self.tile_rows, block);
+            let mut before = 0;
+            let mut pairs_ready = false;
+            let mut list = [PanelRow { input: std::ptr::null(), tile }; MOST_ROWS];
+            for part in self.parts {
+                let first = share.start.saturating_sub(before).min(part.panels);
+                let last = share.end.saturating_sub(before).min(part.panels);
+                before += part.panels;
+                if first == last {
+                    continue;
+                }
+                let pairs = part.format == PanelFormat::Bf16Pairs;
+                if pairs && !pairs_ready {
+                    self.round_rows(first_row, rows, tile);
+                    pairs_ready = true;
+                }
+                let mut panel = first;
+                while panel < last {
+                    let group = panels_side_by_side(rows, last - panel);
+                    let width = group * part.format.width();
+                    for (index, row) in list[..rows].iter_mut().enumerate() {
+                        // SAFETY: inputs and tile have room for these rows.
+                        unsafe {
+                            row.tile = tile.add(index * width);
+                            row.input = if pairs {
+                                tile.add(TILE + index * self.inputs.div_ceil(2)).cast()
+                            } else {
+                                self.input.add((first_row + index) * self.input_width).cast()
+                            };
+                        }
+                    }
+                    self.base(part, panel, group, &list[..rows]);
+                    self.expand(part, panel * part.format.width(), width, first_row, rows, tile);
+                    self.finish(part, panel * part.format.width(), width, first_row, rows, tile);
+                    panel += group;
+                }
+            }
+            first_row += rows;
+        }
+    }
+
+    /// As [`Self::panels`] for the embedding: the tile starts from what `out` holds.
+    fn embed_panels(&self, thread: usize, threads: usize) {
+        let part = &self.parts[0];
+        // SAFETY: this thread's own stretch of the scratch.
+        let tile = unsafe { self.scratch.add(thread * self.scratch_each) };
+        let blocks = self.rows.div_ceil(self.tile_rows);
+        let mut first_row = 0;
+        for block in 0..blocks {
+            let rows = block_rows(self.rows, self.tile_rows, block);
+            for panel in Pool::split(part.panels, 1, thread, threads) {
+                let first = panel * B_WIDTH;
+                let count = B_WIDTH.min(part.outputs - first);
+                for index in 0..rows {
+                    // SAFETY: `count` values of an output row, and room for them in the tile.
+                    unsafe {
+                        let from = part.out.add((first_row + index) * part.out_width + first);
+                        std::ptr::copy_nonoverlapping(from, tile.add(index * B_WIDTH), count);
+                    }
+                }
+                self.expand(part, first, B_WIDTH, first_row, rows, tile);
+                self.finish(part, first, B_WIDTH, first_row, rows, tile);
+            }
+            first_row += rows;
+        }
+    }
+
+    /// Rounds rows to pairs of bf16, behind the thread's tile.
+    fn round_rows(&self, first_row: usize, rows: usize, tile: *mut f32) {
+        #[cfg(target_arch = "x86_64")]
+        for index in 0..rows {
+            let words = self.inputs.div_ceil(2);
+            // SAFETY: the row lies in the input; the thread's scratch has room for `words` words per row behind the
+            // tile; pairs are packed only where the level is available.
+            unsafe {
+                let row =
+                    std::slice::from_raw_parts(self.input.add((first_row + index) * self.input_width), self.inputs);
+                let out = std::slice::from_raw_parts_mut(tile.add(TILE + index * words).cast::<u32>(), words);
+                super::x86::avx512_gemm::round_to_pairs(row, out);
+            }
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        unreachable!("pairs are packed for AVX-512 only: {first_row} {rows} {tile:?}");
+    }
+
+    /// The base weights: one chain per (row, output) over all inputs.
+    fn base(&self, part: &Part, panel: usize, group: usize, rows: &[PanelRow]) {
+        let kernel = panel_kernel(self.level, part.format);
+        let steps = self.inputs.div_ceil(part.format.inputs_per_step());
+        let panel_bytes = part.format.panel_bytes(self.inputs);
+        // In one go while few rows read the panel once; else in stretches that stay in the first-level cache.
+        let stretch = if rows.len() <= 6 { steps } else { STEPS_BYTES / part.format.step_bytes() }.max(1);
+        let mut first_step = 0;
+        loop {
+            let job = PanelJob {
+                rows,
+                // SAFETY: the panel and the step lie in the packed weight.
+                weights: unsafe { part.weights.add(panel * panel_bytes + first_step * part.format.step_bytes()) },
+                panel_stride: panel_bytes,
+                panels: group,
+                steps: stretch.min(steps - first_step),
+                first_step,
+                fresh: first_step == 0,
+            };
+            // SAFETY: panels, inputs and tiles are as large as the job says; the backend's level is available.
+            unsafe { kernel(&job) };
+            first_step += stretch;
+            if first_step >= steps {
+                break;
+            }
+        }
+    }
+
+    /// The adapters of the tile's rows, segment by segment in the plan's order: each row's chains go on over the ranks.
+    fn expand(&self, part: &Part, first_output: usize, width: usize, first_row: usize, rows: usize, tile: *mut f32) {
+        let last_output = (first_output + width).min(part.outputs);
+        for segment in &self.segments[part.first_segment..part.last_segment] {
+            let entries = &self.plan.entries()[segment.first..segment.first + segment.count];
+            // Entries of a segment are in row order.
+            let first = entries.partition_point(|entry| (entry.row as usize) < first_row);
+            let last = first + entries[first..].partition_point(|entry| (entry.row as usize) < first_row + rows);
+            if first == last {
+                continue;
+            }
+            let format = PanelFormat::of_adapter(segment.dtype);
+            let kernel = panel_kernel(self.level, format);
+            let panel_bytes = format.panel_bytes(segment.rank);
+            let mut list = [PanelRow { input: std::ptr::null(), tile }; MOST_ROWS];
+            for column in (first_output..last_output).step_by(B_WIDTH) {
+                for (row, index) in list.iter_mut().zip(first..last) {
+                    let tile_row = entries[index].row as usize - first_row;
+                    // SAFETY: the shrink results of this entry, and the row's columns of the tile.
+                    unsafe {
+                        row.input = self.shrunk.add(segment.shrunk + index * segment.rank).cast();
+                        row.tile = tile.add(tile_row * width + (column - first_output));
+                    }
+                }
+                let job = PanelJob {
+                    rows: &list[..last - first],
+                    // SAFETY: B has a panel for every 16 outputs.
+                    weights: unsafe { segment.b.add(column / B_WIDTH * panel_bytes) },
+                    panel_stride: panel_bytes,
+                    panels: 1,
+                    steps: segment.rank,
+                    first_step: 0,
+                    fresh: false,
+                };
+                // SAFETY: as for the base.
+                unsafe { kernel(&job) };
+            }
+        }
+    }
+
+    /// Bias, and the tile's rows into the result.
+    fn finish(&self, part: &Part, first_output: usize, width: usize, first_row: usize, rows: usize, tile: *mut f32) {
+        let count = width.min(part.outputs - first_output);
+        for index in 0..rows {
+            // SAFETY: `count` columns of a row of the tile, the result and the bias; no other thread has these columns.
+            unsafe {
+                let values = std::slice::from_raw_parts_mut(tile.add(index * width), count);
+                let out = part.out.add((first_row + index) * part.out_width + first_output);
+                let out = std::slice::from_raw_parts_mut(out, count);
+                if !part.bias.is_null() {
+                    let bias = std::slice::from_raw_parts(part.bias.add(first_output), count);
+                    for (value, bias) in values.iter_mut().zip(bias) {
+                        *value += bias;
+                    }
+                }
+                match part.mode {
+                    LinearOutput::Store => out.copy_from_slice(values),
+                    LinearOutput::Add => {
+                        for (out, value) in out.iter_mut().zip(values) {
+                            *out += *value;
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Panels computed together: with few rows one panel has too few chains to keep memory busy.
+const fn panels_side_by_side(rows: usize, left: usize) -> usize {
+    match (rows, left) {
+        (1, 4..) => 4,
+        (1..=3, 2..) => 2,
+        _ => 1,
+    }
+}

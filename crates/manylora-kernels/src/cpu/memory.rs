@@ -1,0 +1,239 @@
+//! Aligned, zeroed memory: what weights, activations, adapters and the KV cache live in.
+//!
+//! Large blocks are anonymous mappings aligned to 2 MiB and advised to use huge pages: reading bandwidth from huge
+//! pages is up to half as high again as from small ones, and pages that are never touched are never committed.
+#![expect(unsafe_code, reason = "owns raw memory so that it can be aligned, lazily committed and huge-page backed")]
+
+use std::alloc::Layout;
+use std::marker::PhantomData;
+use std::ops::{Deref, DerefMut};
+use std::ptr::NonNull;
+
+use crate::error::KernelError;
+
+/// Alignment of every block: one cache line, and the widest vector.
+pub(super) const ALIGNMENT: usize = 64;
+
+/// From this size on a block is its own mapping.
+#[cfg(target_os = "linux")]
+const MAPPED_FROM: usize = 1 << 20;
+#[cfg(target_os = "linux")]
+const HUGE_PAGE: usize = 2 << 20;
+
+/// Element types of which all-zero bytes are a value, and every byte pattern is one.
+///
+/// # Safety
+/// Implementors are plain numbers without padding.
+pub unsafe trait Plain: Copy + Send + Sync + 'static {}
+
+// SAFETY: plain numbers.
+unsafe impl Plain for u8 {}
+// SAFETY: as above.
+unsafe impl Plain for u16 {}
+// SAFETY: as above.
+unsafe impl Plain for u32 {}
+// SAFETY: as above.
+unsafe impl Plain for f32 {}
+
+enum Origin {
+    Empty,
+    Heap(Layout),
+    #[cfg(target_os = "linux")]
+    Mapping {
+        start: *mut libc::c_void,
+        bytes: usize,
+    },
+}
+
+/// A fixed-length, zeroed vector whose first element is aligned to [`ALIGNMENT`].
+pub struct AlignedVec<T: Plain> {
+    pointer: NonNull<T>,
+    length: usize,
+    origin: Origin,
+    elements: PhantomData<T>,
+}
+
+// SAFETY: it owns its memory as a `Vec` does, and its elements are plain numbers.
+unsafe impl<T: Plain> Send for AlignedVec<T> {}
+// SAFETY: as above; shared access only reads.
+unsafe impl<T: Plain> Sync for AlignedVec<T> {}
+
+impl<T: Plain> AlignedVec<T> {
+    /// `length` zeroed elements. `what` names the block in the error.
+    pub fn zeroed(what: &str, length: usize) -> Result<Self, KernelError> {
+        let out_of_memory =
+            || KernelError::OutOfMemory { what: what.to_owned(), bytes: length.saturating_mul(size_of::<T>()) };
+        let bytes = length.checked_mul(size_of::<T>()).ok_or_else(out_of_memory)?;
+        if bytes == 0 {
+            return Ok(Self::empty());
+        }
+        #[cfg(target_os = "linux")]
+        if bytes >= MAPPED_FROM {
+            return Self::mapped(length, bytes).ok_or_else(out_of_memory);
+        }
+        let layout = Layout::from_size_align(bytes, ALIGNMENT).map_err(|_| out_of_memory())?;
+        // SAFETY: the layout has a non-zero size.
+        let pointer = unsafe { std::alloc::alloc_zeroed(layout) };
+        let pointer = NonNull::new(pointer.cast::<T>()).ok_or_else(out_of_memory)?;
+        Ok(Self { pointer, length, origin: Origin::Heap(layout), elements: PhantomData })
+    }
+
+    /// No elements.
+    pub const fn empty() -> Self {
+        // A dangling pointer of the promised alignment.
+        let pointer = NonNull::without_provenance(std::num::NonZero::new(ALIGNMENT).expect("not zero"));
+        Self { pointer, length: 0, origin: Origin::Empty, elements: PhantomData }
+    }
+
+    #[cfg(target_os = "linux")]
+    fn mapped(length: usize, bytes: usize) -> Option<Self> {
+        let total = bytes.checked_add(HUGE_PAGE)?;
+        // SAFETY: a fresh private anonymous mapping; no existing memory is touched.
+        let start = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                total,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+                -1,
+                0,
+            )
+        };
+        if start == libc::MAP_FAILED {
+            return None;
+        }
+        let offset = start.cast::<u8>().align_offset(HUGE_PAGE);
+        // SAFETY: the offset is less than HUGE_PAGE, which the mapping has beyond `bytes`.
+        let aligned = unsafe { start.cast::<u8>().add(offset) };
+        // Whole huge pages only: a block's tail must not commit more than it holds.
+        let whole = bytes / HUGE_PAGE * HUGE_PAGE;
+        if whole > 0 {
+            // SAFETY: the range lies in the mapping. Failing is harmless: it is advice.
+            unsafe { libc::madvise(aligned.cast(), whole, libc::MADV_HUGEPAGE) };
+        }
+        let pointer = NonNull::new(aligned.cast::<T>())?;
+        Some(Self { pointer, length, origin: Origin::Mapping { start, bytes: total }, elements: PhantomData })
+    }
+
+    /// Address of the first element.
+    pub const fn as_ptr(&self) -> *const T {
+        self.pointer.as_ptr()
+    }
+
+    /// Address of the first element, to write through.
+    pub const fn as_mut_ptr(&mut self) -> *mut T {
+        self.pointer.as_ptr()
+    }
+}
+
+impl<T: Plain> Drop for AlignedVec<T> {
+    fn drop(&mut self) {
+        match self.origin {
+            Origin::Empty => {}
+            // SAFETY: allocated in `zeroed` with this layout.
+            Origin::Heap(layout) => unsafe { std::alloc::dealloc(self.pointer.as_ptr().cast(), layout) },
+            #[cfg(target_os = "linux")]
+            Origin::Mapping { start, bytes } => {
+                // SAFETY: the mapping made in `mapped`, unmapped once.
+                unsafe { libc::munmap(start, bytes) };
+            }
+        }
+    }
+}
+
+impl<T: Plain> Deref for AlignedVec<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        // SAFETY: `length` initialised (zeroed) elements, owned by self.
+        unsafe { std::slice::from_raw_parts(self.pointer.as_ptr(), self.length) }
+    }
+}
+
+impl<T: Plain> DerefMut for AlignedVec<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        // SAFETY: as in `deref`, and self is borrowed mutably.
+        unsafe { std::slice::from_raw_parts_mut(self.pointer.as_ptr(), self.length) }
+    }
+}
+
+impl<T: Plain> std::fmt::Debug for AlignedVec<T> {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(formatter, "AlignedVec({} x {} bytes)", self.length, size_of::<T>())
+    }
+}
+
+/// An activation matrix: row-major f32 `[rows, width]`.
+#[derive(Debug)]
+pub struct Buffer {
+    /// Rows it has room for.
+    pub rows: usize,
+    /// Columns.
+    pub width: usize,
+    /// The values.
+    pub data: AlignedVec<f32>,
+}
+
+impl Buffer {
+    /// A zeroed matrix.
+    pub fn zeroed(rows: usize, width: usize) -> Result<Self, KernelError> {
+        let elements = rows.checked_mul(width).unwrap_or(usize::MAX);
+        Ok(Self { rows, width, data: AlignedVec::zeroed("an activation buffer", elements)? })
+    }
+
+    /// One row.
+    pub fn row(&self, row: usize) -> &[f32] {
+        &self.data[row * self.width..(row + 1) * self.width]
+    }
+
+    /// One row, to write to.
+    pub fn row_mut(&mut self, row: usize) -> &mut [f32] {
+        let width = self.width;
+        &mut self.data[row * width..(row + 1) * width]
+    }
+
+    /// Address of the first value.
+    pub const fn as_ptr(&self) -> *const f32 {
+        self.data.as_ptr()
+    }
+
+    /// Address of the first value, to write through.
+    pub const fn as_mut_ptr(&mut self) -> *mut f32 {
+        self.data.as_mut_ptr()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{ALIGNMENT, AlignedVec, Buffer};
+
+    #[test]
+    fn blocks_are_aligned_and_zeroed() {
+        for length in [0, 1, 100, 300_000, 3_000_000] {
+            let block = AlignedVec::<f32>::zeroed("a test", length).unwrap();
+            assert_eq!(block.as_ptr() as usize % ALIGNMENT, 0);
+            assert_eq!(block.len(), length);
+            assert!(block.iter().all(|&value| value.to_bits() == 0));
+        }
+    }
+
+    #[test]
+    fn impossible_sizes_are_errors() {
+        let message = AlignedVec::<f32>::zeroed("the thing", usize::MAX / 2).unwrap_err().to_string();
+        assert!(message.contains("the thing"), "{message}");
+        assert!(Buffer::zeroed(usize::MAX, 2).is_err());
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn untouched_memory_costs_nothing() {
+        let resident = || -> usize {
+            let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+            statm.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap() * 4096
+        };
+        let before = resident();
+        let block = AlignedVec::<u8>::zeroed("a reserve", 64 << 30).unwrap();
+        assert_eq!(block.len(), 64 << 30);
+        assert!(resident() < before + (256 << 20));
+    }
+}

@@ -1,0 +1,221 @@
+//! The CPU backend: SIMD levels chosen at run time, one barrier pool, packed weights.
+//!
+//! Reading order: `level` (which instructions), `pool` (how work is shared), `memory`, `pack` and `adapter` (how
+//! matrices lie in memory), `linear` (base and adapters in one pass) with its `kernels`, then the smaller operations
+//! over `vector`.
+
+mod activation;
+mod adapter;
+mod argmax;
+mod attention;
+mod embed;
+mod exp;
+mod kernels;
+mod kv_cache;
+mod level;
+pub mod limits;
+mod linear;
+mod memory;
+mod norm;
+mod pack;
+mod parallel;
+mod pool;
+mod portable;
+mod rope;
+mod scratch;
+mod topology;
+mod vector;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+pub use adapter::{CpuAdapter, packed_adapter_bytes};
+pub use kv_cache::{KvCache, kv_block_bytes};
+pub use level::{LEVEL_VARIABLE, SimdLevel};
+pub use memory::{AlignedVec, Buffer, Plain};
+pub use pack::{PackedWeight, PanelFormat, packed_weight_bytes};
+pub use pool::{Pool, PoolOptions};
+pub use topology::default_threads;
+
+use crate::backend::{AdapterTable, AttentionShape, Backend, KvShape, LinearPart, RowSource, StorageType};
+use crate::batch::{RowAdapterPlan, StepBatch};
+use crate::error::KernelError;
+use crate::site::{Site, SiteShape};
+
+/// What a CPU backend is made with.
+#[derive(Clone, Copy, Debug)]
+pub struct CpuOptions {
+    /// Threads, the engine's own included; None = min(physical cores, affinity mask, cgroup quota).
+    pub num_threads: Option<usize>,
+    /// SIMD level; None = `MANYLORA_SIMD`, or the fastest this processor has.
+    pub level: Option<SimdLevel>,
+    /// Bind each worker thread to one core.
+    pub pin_threads: bool,
+    /// Let waiting threads park after some tens of microseconds. Off only where system calls must not happen.
+    pub park_threads: bool,
+}
+
+impl Default for CpuOptions {
+    fn default() -> Self {
+        Self { num_threads: None, level: None, pin_threads: false, park_threads: true }
+    }
+}
+
+/// The backend that runs on this processor.
+pub struct CpuBackend {
+    level: SimdLevel,
+    pool: Arc<Pool>,
+    /// Uncontended: one step runs at a time per backend.
+    scratch: Mutex<scratch::Scratch>,
+}
+
+impl CpuBackend {
+    /// A backend on the process's shared pool.
+    pub fn new(options: CpuOptions) -> Result<Self, KernelError> {
+        let level = options.level.map_or_else(SimdLevel::from_environment, SimdLevel::require)?;
+        let pool = Pool::shared(PoolOptions {
+            threads: options.num_threads,
+            pin_threads: options.pin_threads,
+            park: options.park_threads,
+        })?;
+        Ok(Self { level, pool, scratch: Mutex::new(scratch::Scratch::new()) })
+    }
+
+    /// The SIMD level in use.
+    pub const fn level(&self) -> SimdLevel {
+        self.level
+    }
+
+    /// The threads in use.
+    pub fn pool(&self) -> &Pool {
+        &self.pool
+    }
+}
+
+impl Backend for CpuBackend {
+    type Buffer = Buffer;
+    type Weight = PackedWeight;
+    type Vector = AlignedVec<f32>;
+    type KvCache = KvCache;
+    type Adapter = CpuAdapter;
+
+    fn describe(&self) -> String {
+        let threads = self.pool.threads();
+        format!("cpu ({}, {threads} thread{})", self.level, if threads == 1 { "" } else { "s" })
+    }
+
+    fn buffer(&self, rows: usize, width: usize) -> Result<Buffer, KernelError> {
+        Buffer::zeroed(rows, width)
+    }
+
+    fn reserve(&self, rows: usize, entries: usize, rank: usize, width: usize) -> Result<(), KernelError> {
+        let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        linear::reserve(&mut scratch, self.pool.threads(), rows, entries, rank, width)
+    }
+
+    fn pack_weight(&self, what: &str, source: &dyn RowSource, dtype: StorageType) -> Result<PackedWeight, KernelError> {
+        PackedWeight::pack(&self.pool, PanelFormat::of_weight(self.level, dtype), what, source)
+    }
+
+    fn vector(&self, values: &[f32]) -> Result<AlignedVec<f32>, KernelError> {
+        let mut vector = AlignedVec::zeroed("a vector", values.len())?;
+        vector.copy_from_slice(values);
+        Ok(vector)
+    }
+
+    fn kv_cache(&self, shape: KvShape) -> Result<KvCache, KernelError> {
+        KvCache::new(shape, self.pool.threads())
+    }
+
+    fn pack_adapter(
+        &self,
+        sites: &[SiteShape],
+        dtype: StorageType,
+        fill: &mut dyn FnMut(usize, &mut Vec<f32>, &mut Vec<f32>) -> Result<(), KernelError>,
+    ) -> Result<CpuAdapter, KernelError> {
+        CpuAdapter::pack(sites, dtype, fill)
+    }
+
+    fn embed(
+        &self,
+        batch: &StepBatch,
+        adapters: &AdapterTable<CpuAdapter>,
+        weight: &PackedWeight,
+        site: Site,
+        out: &mut Buffer,
+    ) {
+        embed::gather(self, batch, weight, out);
+        linear::embed_deltas(self, batch, adapters, site, out);
+    }
+
+    fn rms_norm(
+        &self,
+        rows: usize,
+        input: &Buffer,
+        weight: &AlignedVec<f32>,
+        epsilon: f32,
+        site: Site,
+        out: &mut Buffer,
+    ) {
+        norm::rms_norm(self, rows, input, weight, epsilon, site, out);
+    }
+
+    fn rms_norm_in_place(&self, rows: usize, values: &mut Buffer, weight: &AlignedVec<f32>, epsilon: f32) {
+        norm::rms_norm_in_place(self, rows, values, weight, epsilon);
+    }
+
+    fn linear(
+        &self,
+        rows: usize,
+        plan: &RowAdapterPlan,
+        adapters: &AdapterTable<CpuAdapter>,
+        input: &Buffer,
+        parts: &mut [LinearPart<'_, Self>],
+    ) {
+        linear::linear(self, rows, plan, adapters, input, parts);
+    }
+
+    fn rope_kv_write(
+        &self,
+        batch: &StepBatch,
+        layer: usize,
+        shape: &AttentionShape,
+        cos: &AlignedVec<f32>,
+        sin: &AlignedVec<f32>,
+        q: &mut Buffer,
+        k: &mut Buffer,
+        v: &Buffer,
+        cache: &mut KvCache,
+    ) {
+        rope::rope_kv_write(self, batch, layer, shape, cos, sin, q, k, v, cache);
+    }
+
+    fn attention(
+        &self,
+        batch: &StepBatch,
+        layer: usize,
+        shape: &AttentionShape,
+        q: &Buffer,
+        cache: &KvCache,
+        out: &mut Buffer,
+    ) {
+        attention::attention(self, batch, layer, shape, q, cache, out);
+    }
+
+    fn gated_activation(&self, rows: usize, gate: &mut Buffer, up: &Buffer) {
+        activation::gated_activation(self, rows, gate, up);
+    }
+
+    fn gather_rows(&self, rows: &[u32], input: &Buffer, out: &mut Buffer) {
+        embed::gather_rows(rows, input, out);
+    }
+
+    fn read<'a>(&'a self, buffer: &'a Buffer, rows: usize) -> &'a [f32] {
+        &buffer.data[..rows * buffer.width]
+    }
+
+    fn argmax(&self, rows: usize, logits: &Buffer, out: &mut [u32]) {
+        argmax::argmax(self, rows, logits, out);
+    }
+}

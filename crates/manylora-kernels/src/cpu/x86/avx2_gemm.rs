@@ -1,0 +1,186 @@
+//! Panel kernels for AVX2 with FMA: up to six rows by 16 outputs in twelve accumulators, or fewer rows by several
+//! panels so that enough chains are in flight to keep memory busy.
+#![expect(unsafe_code, reason = "SIMD intrinsics over pointers")]
+
+use std::arch::x86_64::{
+    __m256, _MM_HINT_T0, _mm_prefetch, _mm256_and_si256, _mm256_broadcast_ss, _mm256_castsi256_ps, _mm256_fmadd_ps,
+    _mm256_load_ps, _mm256_load_si256, _mm256_loadu_ps, _mm256_set1_epi32, _mm256_setzero_ps, _mm256_slli_epi32,
+    _mm256_storeu_ps,
+};
+
+use crate::cpu::kernels::{PanelJob, PanelRow, block_rows};
+
+const WIDTH: usize = 16;
+/// Rows of the largest register block: 6 x 2 accumulators, two registers of weights, one of input.
+const MOST_ROWS: usize = 6;
+/// Steps between two prefetches.
+const UNROLL: usize = 4;
+/// How far ahead of its use the packed stream is prefetched when it is read once.
+const AHEAD: usize = 1536;
+
+/// Panels of 16 outputs, f32.
+///
+/// # Safety
+/// The processor has AVX2 and FMA; the job's pointers are valid for what it says, panels aligned to 32 bytes.
+#[target_feature(enable = "avx2,fma")]
+pub(in crate::cpu) unsafe fn panel_f32(job: &PanelJob<'_>) {
+    // SAFETY: passed on.
+    unsafe { panel::<false>(job) }
+}
+
+/// Panels of 16 outputs, bf16.
+///
+/// # Safety
+/// As for [`panel_f32`].
+#[target_feature(enable = "avx2,fma")]
+pub(in crate::cpu) unsafe fn panel_bf16(job: &PanelJob<'_>) {
+    // SAFETY: passed on.
+    unsafe { panel::<true>(job) }
+}
+
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn panel<const BF16: bool>(job: &PanelJob<'_>) {
+    // SAFETY: passed on; each arm's ROWS is the length of the rows it gets.
+    unsafe {
+        match (job.panels, job.rows.len()) {
+            (4, 1) => block::<BF16, 1, 4>(job, job.rows, AHEAD, UNROLL),
+            (2, 1) => block::<BF16, 1, 2>(job, job.rows, AHEAD, UNROLL),
+            (2, 2) => block::<BF16, 2, 2>(job, job.rows, AHEAD, UNROLL),
+            (2, 3) => block::<BF16, 3, 2>(job, job.rows, AHEAD, UNROLL),
+            (1, _) => single_panel::<BF16>(job),
+            (panels, rows) => unreachable!("no register block of {rows} rows by {panels} panels"),
+        }
+    }
+}
+
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn single_panel<const BF16: bool>(job: &PanelJob<'_>) {
+    let step_bytes = if BF16 { 32 } else { 64 };
+    let bytes = job.steps * step_bytes;
+    let blocks = job.rows.len().div_ceil(MOST_ROWS);
+    let mut first = 0;
+    for index in 0..blocks {
+        let rows = &job.rows[first..first + block_rows(job.rows.len(), MOST_ROWS, index)];
+        first += rows.len();
+        // One block reads the stream once and runs ahead of itself; of several, each fetches its share of what follows.
+        let (ahead, per_unroll) = if blocks == 1 {
+            (AHEAD, UNROLL * step_bytes)
+        } else {
+            (bytes + index * (bytes / blocks), UNROLL * step_bytes / blocks)
+        };
+        // SAFETY: passed on; each arm's ROWS is the length of the rows it gets.
+        unsafe {
+            match rows.len() {
+                1 => block::<BF16, 1, 1>(job, rows, ahead, per_unroll),
+                2 => block::<BF16, 2, 1>(job, rows, ahead, per_unroll),
+                3 => block::<BF16, 3, 1>(job, rows, ahead, per_unroll),
+                4 => block::<BF16, 4, 1>(job, rows, ahead, per_unroll),
+                5 => block::<BF16, 5, 1>(job, rows, ahead, per_unroll),
+                _ => block::<BF16, 6, 1>(job, rows, ahead, per_unroll),
+            }
+        }
+    }
+}
+
+/// One register block. Prefetches from `ahead` bytes behind the first step on, `per_unroll` bytes for every [`UNROLL`]
+/// steps.
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn block<const BF16: bool, const ROWS: usize, const PANELS: usize>(
+    job: &PanelJob<'_>,
+    rows: &[PanelRow],
+    ahead: usize,
+    per_unroll: usize,
+) {
+    let step_bytes = if BF16 { 32 } else { 64 };
+    debug_assert_eq!(rows.len(), ROWS);
+    let mut sums = [[[_mm256_setzero_ps(); 2]; PANELS]; ROWS];
+    let mut inputs = [std::ptr::null::<f32>(); ROWS];
+    // SAFETY: the job's pointers are valid for `steps` steps from `first_step` on and for the panels' outputs; a
+    // prefetch may point anywhere, and its address is made by wrapping arithmetic.
+    unsafe {
+        for row in 0..ROWS {
+            inputs[row] = rows[row].input.cast::<f32>().add(job.first_step);
+            if !job.fresh {
+                for panel in 0..PANELS {
+                    let tile = rows[row].tile.add(panel * WIDTH);
+                    sums[row][panel] = [_mm256_loadu_ps(tile), _mm256_loadu_ps(tile.add(8))];
+                }
+            }
+        }
+        let mut weights = job.weights;
+        let mut prefetch = job.weights.wrapping_add(ahead);
+        let stride = job.panel_stride;
+        let mut step = 0;
+        while step + UNROLL <= job.steps {
+            for panel in 0..PANELS {
+                let line = prefetch.wrapping_add(panel * stride).cast::<i8>();
+                _mm_prefetch::<_MM_HINT_T0>(line);
+                _mm_prefetch::<_MM_HINT_T0>(line.wrapping_add(64));
+                if !BF16 {
+                    _mm_prefetch::<_MM_HINT_T0>(line.wrapping_add(128));
+                    _mm_prefetch::<_MM_HINT_T0>(line.wrapping_add(192));
+                }
+            }
+            prefetch = prefetch.wrapping_add(per_unroll);
+            for offset in 0..UNROLL {
+                one_step::<BF16, ROWS, PANELS>(
+                    &mut sums,
+                    &inputs,
+                    step + offset,
+                    weights.add(offset * step_bytes),
+                    stride,
+                );
+            }
+            weights = weights.add(UNROLL * step_bytes);
+            step += UNROLL;
+        }
+        while step < job.steps {
+            one_step::<BF16, ROWS, PANELS>(&mut sums, &inputs, step, weights, stride);
+            weights = weights.add(step_bytes);
+            step += 1;
+        }
+        for row in 0..ROWS {
+            for panel in 0..PANELS {
+                let tile = rows[row].tile.add(panel * WIDTH);
+                _mm256_storeu_ps(tile, sums[row][panel][0]);
+                _mm256_storeu_ps(tile.add(8), sums[row][panel][1]);
+            }
+        }
+    }
+}
+
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn one_step<const BF16: bool, const ROWS: usize, const PANELS: usize>(
+    sums: &mut [[[__m256; 2]; PANELS]; ROWS],
+    inputs: &[*const f32; ROWS],
+    step: usize,
+    weights: *const u8,
+    stride: usize,
+) {
+    for panel in 0..PANELS {
+        // SAFETY: the step's weights of this panel, aligned because panels are and a step is 32 or 64 bytes.
+        let (low, high) = unsafe {
+            let address = weights.add(panel * stride);
+            if BF16 {
+                let both = _mm256_load_si256(address.cast());
+                let high_halves = _mm256_set1_epi32(0xFFFF_0000_u32 as i32);
+                (
+                    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(both)),
+                    _mm256_castsi256_ps(_mm256_and_si256(both, high_halves)),
+                )
+            } else {
+                (_mm256_load_ps(address.cast()), _mm256_load_ps(address.cast::<f32>().add(8)))
+            }
+        };
+        for row in 0..ROWS {
+            // SAFETY: the row has an input for this step.
+            let input = unsafe { _mm256_broadcast_ss(&*inputs[row].add(step)) };
+            sums[row][panel][0] = _mm256_fmadd_ps(input, low, sums[row][panel][0]);
+            sums[row][panel][1] = _mm256_fmadd_ps(input, high, sums[row][panel][1]);
+        }
+    }
+}

@@ -1,0 +1,11 @@
+//! x86-64 kernels. Every function here is `unsafe` to call unless the processor was asked first: the level dispatch
+//! does.
+
+pub(super) mod avx2_gemm;
+pub(super) mod avx2_shrink;
+pub(super) mod avx512_gemm;
+pub(super) mod detect;
+pub(super) mod peak;
+pub(super) mod vector;
+
+pub(super) use detect::{has_avx2, has_avx512_bf16};

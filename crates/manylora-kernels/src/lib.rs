@@ -1,0 +1,20 @@
+//! Kernels of ManyLoRA: the [`Backend`] trait and its implementations.
+//!
+//! This crate is the data plane. It knows matrices, KV blocks and row-adapter plans, and nothing about requests,
+//! names or scheduling. A step arrives as a [`StepBatch`]; the decoder (in `manylora-model`) walks the layers and
+//! calls one [`Backend`] operation after the other over preallocated buffers.
+//!
+//! Reading order: [`batch`] (what a step is), [`backend`] (the operations), [`cpu`] (the one implementation so far).
+
+pub mod backend;
+pub mod batch;
+pub mod cpu;
+pub mod error;
+pub mod site;
+
+pub use backend::{
+    AdapterTable, AttentionShape, Backend, KvShape, LinearOutput, LinearPart, PackedAdapter, RowSource, StorageType,
+};
+pub use batch::{AdapterEntry, AdapterSegment, RowAdapterPlan, SequenceRows, StepBatch};
+pub use error::KernelError;
+pub use site::{Module, Site, SiteShape};

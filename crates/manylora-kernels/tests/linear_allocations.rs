@@ -1,0 +1,74 @@
+//! A step allocates nothing: `linear` with adapters after its working memory was announced.
+#![expect(unsafe_code, reason = "a counting allocator is an allocator")]
+
+mod linear_cases;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use linear_cases::{Case, Packed, backend, variants};
+use manylora_kernels::cpu::CpuBackend;
+use manylora_kernels::{Backend, RowAdapterPlan};
+
+struct Counting;
+
+static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: passes everything on to the system's allocator.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: passed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        // SAFETY: passed on.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// Worker threads allocate while they start: waits until they have all run a part themselves.
+fn wait_for_workers(backend: &CpuBackend) {
+    let caller = std::thread::current().id();
+    let started = AtomicUsize::new(0);
+    while started.load(Ordering::Relaxed) < backend.pool().threads() - 1 {
+        started.store(0, Ordering::Relaxed);
+        backend.pool().run(&|_, _| {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+            started.fetch_add(usize::from(std::thread::current().id() != caller), Ordering::Relaxed);
+        });
+    }
+}
+
+#[test]
+fn linear_allocates_nothing_after_reserve() {
+    for (level, dtype) in variants() {
+        let backend = backend(level, 2);
+        let rows = 40;
+        let case = Case::random(1, rows, 900, &[96, 32, 32], dtype, &[16, 5, 64]);
+        let packed = Packed::new(&case, &backend);
+        let input = backend.buffer(rows, case.inputs).unwrap();
+        let mut outs: Vec<_> = [96, 32, 32].map(|width| backend.buffer(rows, width).unwrap()).into();
+        let mut plan = RowAdapterPlan::with_capacity(rows, 2 * rows);
+        backend.reserve(rows, 2 * rows, 64, 900).unwrap();
+        wait_for_workers(&backend);
+        let before = ALLOCATIONS.load(Ordering::Relaxed);
+        for step in 0..6 {
+            plan.clear();
+            let count = rows - 3 * step;
+            for row in 0..count {
+                if row % 4 != step {
+                    plan.push(row as u32, (row % 3) as u32, 1.0);
+                    plan.push(row as u32, ((row + step) % 3) as u32, 0.5);
+                }
+            }
+            plan.finish(count);
+            packed.call(&case, &backend, count, &plan, &input, &mut outs);
+        }
+        assert_eq!(ALLOCATIONS.load(Ordering::Relaxed), before, "{level} {dtype:?}");
+    }
+}

@@ -1,0 +1,124 @@
+//! Solo equals batched, bit for bit: a row's result depends on nothing but the row, its weights and its own adapters.
+
+mod linear_cases;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use linear_cases::{Case, Packed, Random, backend, bits, variants};
+use manylora_kernels::{AdapterTable, StorageType};
+
+/// A case with a random mix of base rows, single adapters and compositions.
+fn mixed(seed: u64, rows: usize, inputs: usize, outputs: &[usize], dtype: StorageType) -> Case {
+    let ranks = [8, 3, 17, 1, 40];
+    let mut case = Case::random(seed, rows, inputs, outputs, dtype, &ranks);
+    let mut random = Random(seed ^ 0xABCD);
+    for entries in &mut case.plan {
+        for _ in 0..random.below(4) {
+            entries.push((random.below(ranks.len()) as u32, random.value()));
+        }
+    }
+    case
+}
+
+#[test]
+fn a_row_alone_has_the_bits_of_the_batch() {
+    for (level, dtype) in variants() {
+        let backend = backend(level, 2);
+        for (rows, inputs, outputs) in
+            [(2, 33, [40, 17, 9]), (5, 36, [12, 64, 3]), (13, 1100, [33, 16, 16]), (110, 45, [20, 30, 40])]
+        {
+            let case = mixed(rows as u64, rows, inputs, &outputs, dtype);
+            let packed = Packed::new(&case, &backend);
+            let batch = packed.run(&case, &backend);
+            for row in 0..rows {
+                let solo = packed.run_rows(&case, &backend, &[row]);
+                for (part, width) in outputs.into_iter().enumerate() {
+                    let wanted = &batch[part][row * width..][..width];
+                    assert_eq!(
+                        bits(&[solo[part].clone()]),
+                        bits(&[wanted.to_vec()]),
+                        "{level} {dtype:?} row {row} part {part}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn row_order_and_batch_size_do_not_matter() {
+    for (level, dtype) in variants() {
+        let backend = backend(level, 2);
+        let (rows, width) = (23, 50);
+        let case = mixed(3, rows, 77, &[width], dtype);
+        let packed = Packed::new(&case, &backend);
+        let batch = packed.run(&case, &backend);
+        let mut random = Random(1);
+        for size in [1, 2, 3, 4, 6, 7, 9, 12, 23] {
+            let mut selection: Vec<usize> = (0..rows).collect();
+            for index in 0..rows {
+                selection.swap(index, random.below(rows));
+            }
+            selection.truncate(size);
+            let got = packed.run_rows(&case, &backend, &selection);
+            for (index, &row) in selection.iter().enumerate() {
+                let (got, wanted) = (&got[0][index * width..][..width], &batch[0][row * width..][..width]);
+                assert_eq!(bits(&[got.to_vec()]), bits(&[wanted.to_vec()]), "{level} {dtype:?} {size} rows, row {row}");
+            }
+        }
+    }
+}
+
+#[test]
+fn threads_do_not_matter() {
+    for (level, dtype) in variants() {
+        for rows in [1, 3, 10] {
+            let case = mixed(4, rows, 90, &[100, 36, 5], dtype);
+            let wanted = bits(&case.run(&backend(level, 1)));
+            for threads in [2, 3, 7] {
+                assert_eq!(
+                    bits(&case.run(&backend(level, threads))),
+                    wanted,
+                    "{level} {dtype:?} {rows} rows, {threads} threads"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn idle_adapters_leave_the_base_alone() {
+    for (level, dtype) in variants() {
+        let backend = backend(level, 2);
+        let mut case = mixed(5, 9, 64, &[48, 16], dtype);
+        let adapted = case.run(&backend);
+        let plan = std::mem::replace(&mut case.plan, vec![Vec::new(); 9]);
+        let mut packed = Packed::new(&case, &backend);
+        let idle = packed.run(&case, &backend);
+        packed.adapters = AdapterTable::new(0);
+        let off = packed.run(&case, &backend);
+        assert_eq!(bits(&idle), bits(&off));
+        for (row, entries) in plan.iter().enumerate() {
+            for (part, width) in [48, 16].into_iter().enumerate() {
+                let same = adapted[part][row * width..][..width] == off[part][row * width..][..width];
+                assert_eq!(same, entries.is_empty(), "{level} {dtype:?} row {row} with {} entries", entries.len());
+            }
+        }
+    }
+}
+
+#[test]
+fn an_empty_slot_is_never_answered_with_the_base() {
+    for (level, dtype) in variants() {
+        let backend = backend(level, 2);
+        let mut case = Case::random(6, 2, 16, &[16], dtype, &[4]);
+        let packed = Packed::new(&case, &backend);
+        case.plan[1].push((7, 1.0));
+        let outcome = catch_unwind(AssertUnwindSafe(|| packed.run(&case, &backend)));
+        let message = *outcome.unwrap_err().downcast::<String>().unwrap();
+        assert!(message.contains("slot `7`"), "{message}");
+        // The backend works on.
+        case.plan[1].clear();
+        case.check(&backend);
+    }
+}

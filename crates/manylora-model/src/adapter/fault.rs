@@ -1,0 +1,77 @@
+//! The inner form of a refusal, before it is given the adapter's name and report.
+
+use std::io;
+use std::path::Path;
+
+use super::report::LoadReport;
+use crate::error::{AdapterRefusal, RefusalKind};
+
+/// Keys named in a refusal; all of them are in its report.
+const KEYS_SHOWN: usize = 8;
+
+/// Why loading stopped.
+#[derive(Debug)]
+pub(super) struct Fault {
+    kind: RefusalKind,
+    keys: Vec<String>,
+    reason: String,
+}
+
+impl Fault {
+    pub(super) fn invalid(reason: impl Into<String>) -> Self {
+        Self { kind: RefusalKind::Invalid, keys: Vec::new(), reason: reason.into() }
+    }
+
+    pub(super) fn not_found(reason: impl Into<String>) -> Self {
+        Self { kind: RefusalKind::NotFound, ..Self::invalid(reason) }
+    }
+
+    pub(super) fn forbidden(reason: impl Into<String>) -> Self {
+        Self { kind: RefusalKind::Forbidden, ..Self::invalid(reason) }
+    }
+
+    /// A failed file operation.
+    pub(super) fn io(path: &Path, error: &io::Error) -> Self {
+        let reason = format!("`{}` could not be read: {error}", path.display());
+        match error.kind() {
+            io::ErrorKind::NotFound => Self::not_found(reason),
+            io::ErrorKind::PermissionDenied => Self::forbidden(reason),
+            _ => Self::invalid(reason),
+        }
+    }
+
+    pub(super) fn key(mut self, key: impl Into<String>) -> Self {
+        self.keys.push(key.into());
+        self
+    }
+
+    pub(super) fn keys<K: Into<String>>(mut self, keys: impl IntoIterator<Item = K>) -> Self {
+        self.keys.extend(keys.into_iter().map(Into::into));
+        self
+    }
+
+    /// The refusal as the outside sees it. Keys without a reason of their own in the report get this one.
+    pub(super) fn into_refusal(self, mut report: LoadReport) -> AdapterRefusal {
+        for key in &self.keys {
+            report.refused.entry(key.clone()).or_insert_with(|| self.reason.clone());
+        }
+        let mut keys = self.keys;
+        keys.truncate(KEYS_SHOWN);
+        AdapterRefusal {
+            adapter: report.adapter.clone(),
+            keys,
+            reason: self.reason,
+            kind: self.kind,
+            report: Some(Box::new(report.to_json())),
+        }
+    }
+}
+
+/// `a`, `b`, `c` and 4 more
+pub(super) fn listed<S: AsRef<str>>(items: &[S], shown: usize) -> String {
+    let mut text = items.iter().take(shown).map(|item| format!("`{}`", item.as_ref())).collect::<Vec<_>>().join(", ");
+    if items.len() > shown {
+        text.push_str(&format!(" and {} more", items.len() - shown));
+    }
+    text
+}

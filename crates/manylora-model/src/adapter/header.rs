@@ -1,0 +1,178 @@
+//! [`inspect`]: configuration and tensor header of a folder, without reading a tensor; and the way on from there.
+
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+
+use manylora_kernels::SiteShape;
+
+use super::base_name::{self, BaseMatch};
+use super::config::AdapterConfig;
+use super::fault::Fault;
+use super::folder::Folder;
+use super::matching::{Matched, match_tensors};
+use super::policy::AdapterPolicy;
+use super::prepared::{Parts, PreparedAdapter, TensorBytes, prepare};
+use super::report::LoadReport;
+use super::tensor_file::{TensorEntry, read_header};
+use super::tokenizer_ids;
+use crate::error::AdapterRefusal;
+
+const CONFIG: &str = "adapter_config.json";
+const TENSORS: &str = "adapter_model.safetensors";
+
+/// Largest configuration that is read.
+const MAX_CONFIG_BYTES: u64 = 4 << 20;
+
+/// An adapter whose configuration and tensor header were found to be right.
+#[derive(Clone, Debug)]
+pub struct AdapterHeader {
+    path: PathBuf,
+    policy: AdapterPolicy,
+    sites: Vec<SiteShape>,
+    report: LoadReport,
+}
+
+/// Looks at an adapter's configuration and tensor header, and at no tensor. Everything that can be known without the
+/// values is checked.
+pub fn inspect(name: &str, path: &Path, policy: &AdapterPolicy) -> Result<AdapterHeader, AdapterRefusal> {
+    let mut report = LoadReport::new(name, &path.display().to_string());
+    match check(path, policy, &mut report) {
+        Ok(checked) => Ok(AdapterHeader {
+            path: path.to_owned(),
+            policy: policy.clone(),
+            sites: checked.matched.sites.iter().map(|site| site.shape).collect(),
+            report,
+        }),
+        Err(fault) => Err(fault.into_refusal(report)),
+    }
+}
+
+impl AdapterHeader {
+    /// Adapted sites, sorted by index: what a backend needs to say how many bytes it will take.
+    pub fn sites(&self) -> &[SiteShape] {
+        &self.sites
+    }
+
+    /// What is known without the tensors.
+    pub fn report(&self) -> &LoadReport {
+        &self.report
+    }
+
+    /// What a user should look at.
+    pub fn warnings(&self) -> &[String] {
+        &self.report.warnings
+    }
+
+    /// Reads and checks all values. The folder is looked at afresh, from one open file, and must still be what was
+    /// inspected: room was made for that.
+    pub fn read(&self) -> Result<PreparedAdapter, AdapterRefusal> {
+        let mut report = LoadReport::new(&self.report.adapter, &self.report.path);
+        match self.read_parts(&mut report) {
+            Ok(parts) => Ok(parts.into_adapter(report)),
+            Err(fault) => Err(fault.into_refusal(report)),
+        }
+    }
+
+    fn read_parts(&self, report: &mut LoadReport) -> Result<Parts, Fault> {
+        let Checked { config, matched, tensors, file } = check(&self.path, &self.policy, report)?;
+        if matched.sites.iter().map(|site| site.shape).ne(self.sites.iter().copied()) {
+            return Err(Fault::invalid(
+                "its modules, ranks or scales changed on disk since it was registered; load it again",
+            ));
+        }
+        prepare(&config, &matched, &tensors, &mut FileBytes(file), &self.policy, report)
+    }
+}
+
+struct Checked {
+    config: AdapterConfig,
+    matched: Matched,
+    tensors: Vec<TensorEntry>,
+    file: File,
+}
+
+fn check(path: &Path, policy: &AdapterPolicy, report: &mut LoadReport) -> Result<Checked, Fault> {
+    let folder = Folder::find(path, policy.allowed_roots.as_deref())?;
+    let Some(text) = folder.read(CONFIG, MAX_CONFIG_BYTES)? else {
+        let hint = if folder.has("config.json") { ": this is a whole model, not an adapter" } else { "" };
+        return Err(Fault::not_found(format!(
+            "No adapter found for `{}`: it has no `{CONFIG}`{hint}",
+            path.display()
+        )));
+    };
+    let config = AdapterConfig::parse(&text, policy.max_rank)?;
+    config.describe(report);
+    check_base_name(&config, policy, report)?;
+    let Some(mut tensors_file) = folder.open(TENSORS)? else {
+        return Err(weights_missing(&folder, path));
+    };
+    let tensors = read_header(&mut tensors_file.file, tensors_file.length, TENSORS)?;
+    let matched = match_tensors(&config, &tensors, policy, report)?;
+    tokenizer_ids::check(&folder, policy, report)?;
+    Ok(Checked { config, matched, tensors, file: tensors_file.file })
+}
+
+fn weights_missing(folder: &Folder, path: &Path) -> Fault {
+    let path = path.display();
+    if let Some(pickle) = ["adapter_model.bin", "adapter_model.pt"].into_iter().find(|name| folder.has(name)) {
+        return Fault::invalid(format!(
+            "`{path}` has its weights in `{pickle}` only; pickles can run code and are never opened: save it again with \
+             PEFT (safe_serialization=True) to get `{TENSORS}`"
+        ))
+        .key(pickle);
+    }
+    if folder.has("adapter_model.safetensors.index.json") {
+        return Fault::invalid(format!("`{path}` is split into several files; save it again as one `{TENSORS}`"));
+    }
+    Fault::invalid(format!("weights missing: `{path}` doesn't contain tensors (`{TENSORS}`)"))
+}
+
+impl AdapterConfig {
+    /// Writes what the configuration says to the report.
+    pub(super) fn describe(&self, report: &mut LoadReport) {
+        report.base_model.clone_from(&self.base_model);
+        report.warnings.extend(self.warnings.iter().cloned());
+    }
+}
+
+/// Compares the base that the adapter names with this one.
+pub(super) fn check_base_name(
+    config: &AdapterConfig,
+    policy: &AdapterPolicy,
+    report: &mut LoadReport,
+) -> Result<(), Fault> {
+    let Some(named) = &config.base_model else {
+        return Ok(());
+    };
+    let ours = policy.base_names.first().map_or("unnamed", String::as_str);
+    match base_name::compare(named, &policy.base_names) {
+        BaseMatch::Same => {}
+        BaseMatch::SameButForFormat => {
+            report.warnings.push(format!(
+                "it was trained on `{named}`, which is `{ours}` in another number format; results may differ slightly"
+            ));
+        }
+        BaseMatch::Other if policy.strict_base => {
+            return Err(Fault::invalid(format!(
+                "it was trained on `{named}` and this base is `{ours}` (strict_base is on)"
+            ))
+            .key("base_model_name_or_path"));
+        }
+        BaseMatch::Other => {
+            report.warnings.push(format!("it was trained on `{named}` and this base is `{ours}`"));
+        }
+    }
+    Ok(())
+}
+
+struct FileBytes(File);
+
+impl TensorBytes for FileBytes {
+    fn read(&mut self, tensor: &TensorEntry, first: u64, out: &mut [u8]) -> Result<(), Fault> {
+        self.0
+            .seek(SeekFrom::Start(tensor.offset + first))
+            .and_then(|_| self.0.read_exact(out))
+            .map_err(|error| Fault::invalid(format!("`{}` could not be read: {error}", tensor.name)).key(&tensor.name))
+    }
+}

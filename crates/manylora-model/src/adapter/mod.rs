@@ -1,0 +1,37 @@
+//! PEFT LoRA adapters: applied completely or refused, with the offending keys named.
+//!
+//! An adapter is a folder of foreign bytes that may be broken, made for another model, or ask for arithmetic that the
+//! engine does not do. Everything that can make it be applied in part, or not at all, is found here, before a single
+//! request can name it. Reading order: [`policy`] (what it is checked against), [`config`] and [`scaling`] (what
+//! `adapter_config.json` says), [`names`] and [`modules`] (which tensor belongs where), [`matching`] (the two put
+//! together), [`folder`] and [`tensor_file`] (reading untrusted files), [`header`] and [`prepared`] (the results),
+//! [`report`], [`digest`] and [`combinations`].
+//!
+//! [`inspect`] looks at the configuration and the tensor header only; [`AdapterHeader::read`] then reads and checks
+//! every value. Files are read, never mapped: whoever overwrites or truncates an adapter file in place cannot take
+//! the process down, and what was checked is what is used.
+
+pub mod base_name;
+pub mod combinations;
+pub mod config;
+pub mod digest;
+mod effect;
+mod fault;
+mod features;
+mod folder;
+pub mod header;
+pub mod matching;
+pub mod modules;
+pub mod names;
+pub mod policy;
+pub mod prepared;
+pub mod report;
+pub mod scaling;
+pub mod tensor_file;
+mod tokenizer_ids;
+
+pub use combinations::{AdapterFeature, EngineFeature, Verdict};
+pub use header::{AdapterHeader, inspect};
+pub use policy::{AdapterPolicy, BaseTensors, NoBaseTensors};
+pub use prepared::{MemoryTensor, PreparedAdapter};
+pub use report::{LoadReport, ModuleReport};

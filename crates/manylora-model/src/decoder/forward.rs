@@ -1,0 +1,202 @@
+//! The forward pass: the same walk over the layers for every family, adapter and backend.
+
+use std::sync::Arc;
+
+use manylora_kernels::{Backend, LinearOutput, LinearPart, Module, Site, StepBatch, StorageType};
+
+use super::limits::{Decoder, widest_input};
+use super::packer::BackendPacker;
+use crate::runner::{AdapterPacker, PackedHandle, Runner};
+
+impl<B: Backend> Decoder<B> {
+    fn run_layer(&mut self, batch: &StepBatch, layer: usize) {
+        let Self { weights, attention, buffers, cosines, sines, cache, adapters, .. } = self;
+        let backend = &*weights.backend;
+        let spec = &weights.spec;
+        let shape = &attention[layer];
+        let parameters = &weights.layers[layer];
+        let site = |module| Site::layer(layer as u32, module);
+        let (rows, plan, epsilon) = (batch.rows(), &batch.adapters, spec.rms_norm_eps);
+
+        let norm_site = site(Module::InputNorm);
+        backend.rms_norm(rows, &buffers.hidden, &parameters.input_norm, epsilon, norm_site, &mut buffers.normed);
+        let mut part = [
+            LinearPart {
+                weight: &parameters.q.weight,
+                bias: parameters.q.bias.as_ref(),
+                site: site(Module::Q),
+                out: &mut buffers.q,
+                mode: LinearOutput::Store,
+            },
+            LinearPart {
+                weight: &parameters.k.weight,
+                bias: parameters.k.bias.as_ref(),
+                site: site(Module::K),
+                out: &mut buffers.k,
+                mode: LinearOutput::Store,
+            },
+            LinearPart {
+                weight: &parameters.v.weight,
+                bias: parameters.v.bias.as_ref(),
+                site: site(Module::V),
+                out: &mut buffers.v,
+                mode: LinearOutput::Store,
+            },
+        ];
+        backend.linear(rows, plan, adapters, &buffers.normed, &mut part);
+        if let Some(norm) = &parameters.q_norm {
+            backend.rms_norm_in_place(rows, &mut buffers.q, norm, epsilon);
+        }
+        if let Some(norm) = &parameters.k_norm {
+            backend.rms_norm_in_place(rows, &mut buffers.k, norm, epsilon);
+        }
+        backend.rope_kv_write(batch, layer, shape, cosines, sines, &mut buffers.q, &mut buffers.k, &buffers.v, cache);
+        backend.attention(batch, layer, shape, &buffers.q, cache, &mut buffers.attended);
+        let mut part = [LinearPart {
+            weight: &parameters.o.weight,
+            bias: parameters.o.bias.as_ref(),
+            site: site(Module::O),
+            out: &mut buffers.hidden,
+            mode: LinearOutput::Add,
+        }];
+        backend.linear(rows, plan, adapters, &buffers.attended, &mut part);
+        backend.reduce(rows, &mut buffers.hidden);
+
+        let norm_site = site(Module::PostNorm);
+        backend.rms_norm(rows, &buffers.hidden, &parameters.post_norm, epsilon, norm_site, &mut buffers.normed);
+        let mut parts = [
+            LinearPart {
+                weight: &parameters.gate.weight,
+                bias: parameters.gate.bias.as_ref(),
+                site: site(Module::Gate),
+                out: &mut buffers.gate,
+                mode: LinearOutput::Store,
+            },
+            LinearPart {
+                weight: &parameters.up.weight,
+                bias: parameters.up.bias.as_ref(),
+                site: site(Module::Up),
+                out: &mut buffers.up,
+                mode: LinearOutput::Store,
+            },
+        ];
+        backend.linear(rows, plan, adapters, &buffers.normed, &mut parts);
+        backend.gated_activation(rows, &mut buffers.gate, &buffers.up);
+        let mut part = [LinearPart {
+            weight: &parameters.down.weight,
+            bias: parameters.down.bias.as_ref(),
+            site: site(Module::Down),
+            out: &mut buffers.hidden,
+            mode: LinearOutput::Add,
+        }];
+        backend.linear(rows, plan, adapters, &buffers.gate, &mut part);
+        backend.reduce(rows, &mut buffers.hidden);
+    }
+}
+
+impl<B: Backend> Runner for Decoder<B> {
+    fn describe(&self) -> String {
+        let spec = &self.weights.spec;
+        let dtype = match self.weights.dtype {
+            StorageType::Bf16 => "bfloat16",
+            StorageType::F32 => "float32",
+        };
+        format!(
+            "{:?}, {} layers, hidden {}, vocabulary {}{}; {dtype} weights, {:.2} MB; {}",
+            spec.family,
+            spec.layers,
+            spec.hidden_size,
+            spec.vocab_size,
+            if spec.tied { " (tied)" } else { "" },
+            self.weights.bytes() as f64 / 1e6,
+            self.weights.backend.describe(),
+        )
+    }
+
+    fn forward(&mut self, batch: &StepBatch) {
+        let rows = batch.rows();
+        assert!(rows <= self.limits.max_rows, "a step of {rows} rows is larger than max_rows");
+        if rows == 0 {
+            return;
+        }
+        let Self { weights, buffers, adapters, .. } = self;
+        weights.backend.embed(batch, adapters, &weights.embedding, Site::EMBED, &mut buffers.hidden);
+        for layer in 0..self.weights.layers.len() {
+            self.run_layer(batch, layer);
+        }
+    }
+
+    fn logits(&mut self, batch: &StepBatch, first: usize, count: usize) {
+        assert!(count <= self.limits.max_logit_rows, "logits of {count} rows are more than max_logit_rows");
+        let Self { weights, buffers, adapters, head_plan, .. } = self;
+        let backend = &*weights.backend;
+        if count == 0 {
+            return;
+        }
+        let rows = &batch.sample_rows[first..first + count];
+        backend.gather_rows(rows, &buffers.hidden, &mut buffers.sampled);
+        backend.rms_norm(
+            count,
+            &buffers.sampled,
+            &weights.final_norm,
+            weights.spec.rms_norm_eps,
+            Site::FINAL_NORM,
+            &mut buffers.sampled_normed,
+        );
+        head_plan.clear();
+        if !batch.adapters.is_empty() {
+            for (index, row) in rows.iter().enumerate() {
+                for entry in batch.adapters.row(*row as usize) {
+                    let entry = &batch.adapters.entries()[*entry as usize];
+                    head_plan.push(index as u32, entry.slot, entry.scale);
+                }
+            }
+        }
+        head_plan.finish(count);
+        let mut part = [LinearPart {
+            weight: weights.head.as_ref().unwrap_or(&weights.embedding),
+            bias: None,
+            site: Site::HEAD,
+            out: &mut buffers.logits,
+            mode: LinearOutput::Store,
+        }];
+        backend.linear(count, head_plan, adapters, &buffers.sampled_normed, &mut part);
+    }
+
+    fn read_logits(&self, count: usize) -> &[f32] {
+        self.weights.backend.read(&self.buffers.logits, count)
+    }
+
+    fn argmax(&mut self, count: usize, out: &mut [u32]) {
+        self.weights.backend.argmax(count, &self.buffers.logits, out);
+    }
+
+    fn max_logit_rows(&self) -> usize {
+        self.limits.max_logit_rows
+    }
+
+    fn packer(&self) -> Arc<dyn AdapterPacker> {
+        Arc::new(BackendPacker::new(Arc::clone(&self.weights.backend), self.weights.dtype))
+    }
+
+    fn install(&mut self, slot: u32, adapter: PackedHandle) {
+        // One entry per row is the common case; a step that composes more grows the working memory once.
+        let (rows, width) = (self.limits.max_rows, widest_input(&self.weights.spec));
+        if let Err(error) = self.weights.backend.reserve(rows, rows, adapter.rank, width) {
+            tracing::warn!(%error, "working memory for the adapter is not there yet; the first step will ask again");
+        }
+        // A handle from another backend's packer cannot be used; leaving the slot empty would serve the base.
+        let adapter = Arc::downcast::<B::Adapter>(adapter.inner).unwrap_or_else(|_| {
+            unreachable!("an adapter that another backend packed was installed");
+        });
+        drop(self.adapters.install(slot, adapter));
+    }
+
+    fn remove(&mut self, slot: u32) {
+        drop(self.adapters.remove(slot));
+    }
+
+    fn weight_bytes(&self) -> u64 {
+        self.weights.bytes()
+    }
+}

@@ -1,0 +1,141 @@
+//! Working memory of a decoder, sized once from its limits.
+
+use manylora_kernels::{AdapterTable, AttentionShape, Backend, KvShape, RowAdapterPlan, StorageType};
+
+use super::rope;
+use super::weights::DecoderWeights;
+use crate::error::ModelError;
+use crate::spec::ModelSpec;
+
+/// Sizes that a decoder's buffers are made for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DecoderLimits {
+    /// Most rows of one step.
+    pub max_rows: usize,
+    /// Most rows of one call for logits.
+    pub max_logit_rows: usize,
+    /// Positions are below this (the longest sequence).
+    pub max_position: usize,
+    /// Tokens per KV block.
+    pub block_size: usize,
+    /// KV blocks.
+    pub blocks: usize,
+}
+
+/// Bytes of the buffers and tables that [`DecoderWeights::allocate`] makes, the KV cache not among them.
+pub fn working_bytes(spec: &ModelSpec, limits: &DecoderLimits) -> u64 {
+    let row = 2 * spec.hidden_size + 2 * spec.q_width() + 2 * spec.kv_width() + 2 * spec.intermediate_size;
+    let logit_row = 2 * spec.hidden_size + spec.vocab_size;
+    let elements = limits.max_rows as u64 * row as u64
+        + limits.max_logit_rows as u64 * logit_row as u64
+        + limits.max_position as u64 * spec.head_dim as u64;
+    elements * StorageType::F32.bytes() as u64
+}
+
+/// Activations of a step; every buffer is `[max_rows, width]` unless it says otherwise.
+pub(super) struct Buffers<B: Backend> {
+    /// The residual stream; it stays until the next step, so that logits can be asked for in portions.
+    pub(super) hidden: B::Buffer,
+    pub(super) normed: B::Buffer,
+    pub(super) q: B::Buffer,
+    pub(super) k: B::Buffer,
+    pub(super) v: B::Buffer,
+    pub(super) attended: B::Buffer,
+    pub(super) gate: B::Buffer,
+    pub(super) up: B::Buffer,
+    /// `[max_logit_rows, hidden]`
+    pub(super) sampled: B::Buffer,
+    /// `[max_logit_rows, hidden]`
+    pub(super) sampled_normed: B::Buffer,
+    /// `[max_logit_rows, vocabulary]`
+    pub(super) logits: B::Buffer,
+}
+
+/// A model with its working memory: runs steps.
+pub struct Decoder<B: Backend> {
+    pub(super) weights: DecoderWeights<B>,
+    pub(super) limits: DecoderLimits,
+    /// Attention as each layer does it; layers differ in their window only.
+    pub(super) attention: Vec<AttentionShape>,
+    pub(super) buffers: Buffers<B>,
+    pub(super) cosines: B::Vector,
+    pub(super) sines: B::Vector,
+    pub(super) cache: B::KvCache,
+    pub(super) adapters: AdapterTable<B::Adapter>,
+    /// The row-adapter plan of the rows whose logits are computed.
+    pub(super) head_plan: RowAdapterPlan,
+}
+
+/// Adapters per row that the head's plan has room for from the start; more is possible and grows it once.
+const ENTRIES_PER_ROW: usize = 4;
+
+/// Widest input of any linear map.
+pub(super) fn widest_input(spec: &ModelSpec) -> usize {
+    spec.hidden_size.max(spec.q_width()).max(spec.intermediate_size)
+}
+
+impl<B: Backend> Decoder<B> {
+    pub(super) fn new(weights: DecoderWeights<B>, limits: DecoderLimits) -> Result<Self, ModelError> {
+        for (name, value) in [
+            ("max_rows", limits.max_rows),
+            ("max_logit_rows", limits.max_logit_rows),
+            ("max_position", limits.max_position),
+            ("block_size", limits.block_size),
+            ("blocks", limits.blocks),
+        ] {
+            if value == 0 {
+                return Err(ModelError::Unsupported { message: format!("`{name}` is `0`; at least 1 is needed") });
+            }
+        }
+        let spec = &weights.spec;
+        let backend = &*weights.backend;
+        let rows = limits.max_rows;
+        let buffers = Buffers {
+            hidden: backend.buffer(rows, spec.hidden_size)?,
+            normed: backend.buffer(rows, spec.hidden_size)?,
+            q: backend.buffer(rows, spec.q_width())?,
+            k: backend.buffer(rows, spec.kv_width())?,
+            v: backend.buffer(rows, spec.kv_width())?,
+            attended: backend.buffer(rows, spec.q_width())?,
+            gate: backend.buffer(rows, spec.intermediate_size)?,
+            up: backend.buffer(rows, spec.intermediate_size)?,
+            sampled: backend.buffer(limits.max_logit_rows, spec.hidden_size)?,
+            sampled_normed: backend.buffer(limits.max_logit_rows, spec.hidden_size)?,
+            logits: backend.buffer(limits.max_logit_rows, spec.vocab_size)?,
+        };
+        let (cosines, sines) = rope::tables(&spec.rope, spec.head_dim, limits.max_position);
+        let (cosines, sines) = (backend.vector(&cosines)?, backend.vector(&sines)?);
+        let cache = backend.kv_cache(KvShape {
+            layers: spec.layers,
+            kv_heads: spec.kv_heads,
+            head_dim: spec.head_dim,
+            block_size: limits.block_size,
+            blocks: limits.blocks,
+            dtype: weights.dtype,
+        })?;
+        let attention = spec
+            .windows
+            .iter()
+            .map(|window| AttentionShape {
+                heads: spec.heads,
+                kv_heads: spec.kv_heads,
+                head_dim: spec.head_dim,
+                scale: (1.0 / (spec.head_dim as f64).sqrt()) as f32,
+                window: *window,
+            })
+            .collect();
+        let head_plan = RowAdapterPlan::with_capacity(limits.max_logit_rows, limits.max_logit_rows * ENTRIES_PER_ROW);
+        let adapters = AdapterTable::new(0);
+        Ok(Self { weights, limits, attention, buffers, cosines, sines, cache, adapters, head_plan })
+    }
+
+    /// The model.
+    pub const fn spec(&self) -> &ModelSpec {
+        &self.weights.spec
+    }
+
+    /// The limits it was allocated for.
+    pub const fn limits(&self) -> &DecoderLimits {
+        &self.limits
+    }
+}

@@ -1,0 +1,33 @@
+//! The decoder: one forward pass for all families, written once over [`Backend`].
+//!
+//! [`DecoderWeights::load`] packs a checkpoint, [`DecoderWeights::allocate`] adds buffers and the KV cache, and the
+//! resulting [`Decoder`] is the engine's [`crate::Runner`]. A step allocates nothing.
+
+mod forward;
+mod limits;
+mod packer;
+pub mod rope;
+mod weights;
+
+pub use limits::{Decoder, DecoderLimits, working_bytes};
+pub use packer::BackendPacker;
+pub use weights::{DecoderWeights, LoadProgress, packed_bytes};
+
+use std::sync::Arc;
+
+use manylora_kernels::{Backend, StorageType};
+
+use crate::checkpoint::Checkpoint;
+use crate::error::ModelError;
+
+impl<B: Backend> Decoder<B> {
+    /// Packs a checkpoint's weights; call [`DecoderWeights::allocate`] on the result to get a decoder.
+    pub fn load(
+        backend: Arc<B>,
+        checkpoint: &Checkpoint,
+        dtype: StorageType,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> Result<DecoderWeights<B>, ModelError> {
+        DecoderWeights::load(backend, checkpoint, dtype, progress)
+    }
+}

@@ -1,0 +1,37 @@
+//! Packing adapters for a backend, from any thread.
+
+use std::sync::Arc;
+
+use manylora_kernels::{Backend, KernelError, PackedAdapter, SiteShape, StorageType};
+
+use crate::adapter::PreparedAdapter;
+use crate::error::ModelError;
+use crate::runner::{AdapterPacker, PackedHandle};
+
+/// Packs adapters as a decoder of this backend and dtype wants them.
+pub struct BackendPacker<B: Backend> {
+    backend: Arc<B>,
+    dtype: StorageType,
+}
+
+impl<B: Backend> BackendPacker<B> {
+    /// A packer for decoders on `backend` whose weights are stored as `dtype`.
+    pub const fn new(backend: Arc<B>, dtype: StorageType) -> Self {
+        Self { backend, dtype }
+    }
+}
+
+impl<B: Backend> AdapterPacker for BackendPacker<B> {
+    fn bytes(&self, sites: &[SiteShape]) -> u64 {
+        self.backend.adapter_bytes(sites, self.dtype) as u64
+    }
+
+    fn pack(&self, adapter: &PreparedAdapter) -> Result<PackedHandle, ModelError> {
+        let packed = self.backend.pack_adapter(&adapter.sites, self.dtype, &mut |index, a, b| {
+            adapter.fill(index, a, b).map_err(|error| KernelError::Source(error.to_string()))
+        })?;
+        let bytes = packed.bytes() as u64;
+        let rank = adapter.sites.iter().map(|site| site.rank as usize).max().unwrap_or(0);
+        Ok(PackedHandle { inner: Arc::new(packed), bytes, rank })
+    }
+}

@@ -1,0 +1,58 @@
+//! The object-safe face of a loaded model: what the engine calls, whatever the backend behind it.
+
+use std::any::Any;
+use std::sync::Arc;
+
+use manylora_kernels::{SiteShape, StepBatch};
+
+use crate::adapter::PreparedAdapter;
+use crate::error::ModelError;
+
+/// A packed adapter, opaque to the engine.
+#[derive(Clone)]
+pub struct PackedHandle {
+    /// The backend's own type, `Arc<B::Adapter>`.
+    pub(crate) inner: Arc<dyn Any + Send + Sync>,
+    /// Exact bytes of the blob.
+    pub bytes: u64,
+    /// Largest rank of any site: what working memory is reserved for when it is installed.
+    pub(crate) rank: usize,
+}
+
+impl std::fmt::Debug for PackedHandle {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("PackedHandle").field("bytes", &self.bytes).finish_non_exhaustive()
+    }
+}
+
+/// Packs adapters from any thread, off the step loop.
+pub trait AdapterPacker: Send + Sync {
+    /// Exact bytes that an adapter with these sites will take.
+    fn bytes(&self, sites: &[SiteShape]) -> u64;
+    /// Packs a validated adapter.
+    fn pack(&self, adapter: &PreparedAdapter) -> Result<PackedHandle, ModelError>;
+}
+
+/// A loaded model with its buffers and KV cache.
+pub trait Runner: Send {
+    /// For people: backend, dtype, bytes.
+    fn describe(&self) -> String;
+    /// Runs all layers over the batch; the hidden rows named by `batch.sample_rows` are kept for [`Self::logits`].
+    fn forward(&mut self, batch: &StepBatch);
+    /// Computes the logits of `batch.sample_rows[first..first + count]`; `count <= max_logit_rows()`.
+    fn logits(&mut self, batch: &StepBatch, first: usize, count: usize);
+    /// Logits `[count, vocab]` of the last [`Self::logits`] call.
+    fn read_logits(&self, count: usize) -> &[f32];
+    /// Greedy tokens of the rows of the last [`Self::logits`] call.
+    fn argmax(&mut self, count: usize, out: &mut [u32]);
+    /// Most rows of one [`Self::logits`] call.
+    fn max_logit_rows(&self) -> usize;
+    /// Packs adapters for this model.
+    fn packer(&self) -> Arc<dyn AdapterPacker>;
+    /// Makes an adapter known under a slot.
+    fn install(&mut self, slot: u32, adapter: PackedHandle);
+    /// Forgets what is in a slot.
+    fn remove(&mut self, slot: u32);
+    /// Bytes of the packed weights.
+    fn weight_bytes(&self) -> u64;
+}

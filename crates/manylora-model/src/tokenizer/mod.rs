@@ -1,0 +1,174 @@
+//! Text to token ids and back, whatever a checkpoint ships: `tokenizer.json` or GGUF metadata.
+//!
+//! The engine sees one [`Tokenizer`]. Reading order: this file, [`token_text`] (what bytes a token stands for),
+//! [`directory`] and [`gguf`] (where tokenizers come from), [`detokenizer`] (streaming), [`stop`] (stop strings).
+
+pub mod detokenizer;
+mod directory;
+mod gguf;
+mod pre_tokenizer;
+pub mod stop;
+mod token_text;
+
+use std::collections::{BTreeMap, HashSet};
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::checkpoint::{GgufTokenizer, TokenizerSource};
+use crate::error::ModelError;
+
+pub(crate) use directory::{read_object, read_optional};
+pub use detokenizer::Detokenizer;
+pub use stop::{Released, StopChecker};
+
+use token_text::TokenText;
+
+/// A tokenizer; clones share one vocabulary.
+#[derive(Clone)]
+pub struct Tokenizer {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    pipeline: tokenizers::Tokenizer,
+    text: TokenText,
+    special: HashSet<u32>,
+    added: HashSet<u32>,
+    named: BTreeMap<String, String>,
+    bos: Option<u32>,
+    eos: Option<u32>,
+    max_id: u32,
+    vocab_size: usize,
+}
+
+impl std::fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Tokenizer")
+            .field("vocab_size", &self.inner.vocab_size)
+            .field("bos", &self.inner.bos)
+            .field("eos", &self.inner.eos)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Tokenizer {
+    /// Loads the tokenizer of a checkpoint.
+    pub fn from_source(source: &TokenizerSource) -> Result<Self, ModelError> {
+        match source {
+            TokenizerSource::Directory(directory) => Self::from_directory(directory),
+            TokenizerSource::Gguf(metadata) => Self::from_gguf(metadata),
+        }
+    }
+
+    /// Loads `tokenizer.json` with the special tokens of `tokenizer_config.json` and `special_tokens_map.json`, which
+    /// may both be absent.
+    pub fn from_directory(directory: &Path) -> Result<Self, ModelError> {
+        directory::load(directory)
+    }
+
+    /// Builds the tokenizer that the metadata of a GGUF file describes. Models `gpt2` (byte-level BPE) and `llama`
+    /// (SentencePiece BPE with byte fallback) are known; another model or an unknown pre-tokenizer is refused by name.
+    pub fn from_gguf(metadata: &GgufTokenizer) -> Result<Self, ModelError> {
+        gguf::build(metadata)
+    }
+
+    /// `named` maps `bos_token`, `eos_token` and the like to their text.
+    fn assemble(pipeline: tokenizers::Tokenizer, text: TokenText, named: BTreeMap<String, String>) -> Self {
+        let decoder = pipeline.get_added_tokens_decoder();
+        let added: HashSet<u32> = decoder.keys().copied().collect();
+        let special = decoder.iter().filter(|(_, token)| token.special).map(|(&id, _)| id).collect();
+        let id_named = |name: &str| named.get(name).and_then(|token| pipeline.token_to_id(token));
+        let (bos, eos) = (id_named("bos_token"), id_named("eos_token"));
+        let vocab_size = pipeline.get_vocab_size(true);
+        let max_id = text.len().saturating_sub(1) as u32;
+        Self { inner: Arc::new(Inner { pipeline, text, special, added, named, bos, eos, max_id, vocab_size }) }
+    }
+
+    /// Token ids of a text. `add_special_tokens` adds what the tokenizer puts around a prompt (bos, for those that do);
+    /// special tokens written out in the text are recognised either way.
+    pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, ModelError> {
+        let encoding = self.inner.pipeline.encode_fast(text, add_special_tokens).map_err(|error| {
+            ModelError::Tokenizer(format!("the text ({} bytes) could not be encoded: {error}", text.len()))
+        })?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    /// Text of a sequence. Ids without a token (rows that pad the embedding) give nothing; bytes that are no UTF-8 give
+    /// replacement characters. `spaces_between_special_tokens = false` drops the space some decoders put before an
+    /// added token that follows another one.
+    pub fn decode(
+        &self,
+        ids: &[u32],
+        skip_special_tokens: bool,
+        spaces_between_special_tokens: bool,
+    ) -> Result<String, ModelError> {
+        if !self.inner.text.is_bytewise() && spaces_between_special_tokens {
+            return self.pipeline_decode(ids, skip_special_tokens);
+        }
+        let mut stream = Detokenizer::new(self, skip_special_tokens, spaces_between_special_tokens);
+        let mut text = String::new();
+        for &id in ids {
+            text.push_str(stream.push(id)?);
+        }
+        text.push_str(&stream.finish()?);
+        Ok(text)
+    }
+
+    /// Decodes through the library's decoder, for tokenizers whose tokens are not plain bytes.
+    fn pipeline_decode(&self, ids: &[u32], skip_special_tokens: bool) -> Result<String, ModelError> {
+        self.inner
+            .pipeline
+            .decode(ids, skip_special_tokens)
+            .map_err(|error| ModelError::Tokenizer(format!("{} tokens could not be decoded: {error}", ids.len())))
+    }
+
+    /// Text of one token by itself, special or not, as log-probabilities show it: lone bytes of a character are
+    /// replacement characters. Empty for ids without a token.
+    pub fn token_text(&self, id: u32) -> String {
+        self.decode(&[id], false, true).unwrap_or_default()
+    }
+
+    /// Bytes that a token adds to the text; None for ids without a token. Where a decoder joins tokens with more than
+    /// concatenation, the token's own text.
+    pub fn token_bytes(&self, id: u32) -> Option<&[u8]> {
+        self.inner.text.bytes(id)
+    }
+
+    /// Id of a token as the vocabulary spells it (byte-level tokens in their mapped alphabet).
+    pub fn id_of(&self, token: &str) -> Option<u32> {
+        self.inner.pipeline.token_to_id(token)
+    }
+
+    /// Number of tokens, added ones included.
+    pub fn vocab_size(&self) -> usize {
+        self.inner.vocab_size
+    }
+
+    /// Largest id that has a token.
+    pub fn max_id(&self) -> u32 {
+        self.inner.max_id
+    }
+
+    /// Id of the begin-of-sequence token.
+    pub fn bos(&self) -> Option<u32> {
+        self.inner.bos
+    }
+
+    /// Id of the end-of-sequence token.
+    pub fn eos(&self) -> Option<u32> {
+        self.inner.eos
+    }
+
+    /// Whether `skip_special_tokens` leaves this id out.
+    pub fn is_special(&self, id: u32) -> bool {
+        self.inner.special.contains(&id)
+    }
+
+    /// `bos_token`, `eos_token`, `unk_token`, `pad_token` and the like, by name: what chat templates refer to.
+    pub fn named_tokens(&self) -> &BTreeMap<String, String> {
+        &self.inner.named
+    }
+}
+
+#[cfg(test)]
+mod tests;

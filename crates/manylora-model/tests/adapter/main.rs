@@ -1,0 +1,10 @@
+//! Adapters as they come: the oracle's, broken ones, and cases that people reported. Every one is applied completely
+//! or refused with its keys and a reason.
+
+mod cases;
+mod fixtures;
+mod malformed;
+mod messages;
+mod mutations;
+mod oracle;
+mod places;

@@ -1,0 +1,31 @@
+//! The Python module `manylora._core`: conversion and GIL release, no logic.
+
+mod config;
+mod engine;
+mod errors;
+mod output;
+mod request;
+
+use pyo3::prelude::*;
+
+/// Native core of ManyLoRA. Use the classes of the package `manylora` instead.
+#[pymodule(gil_used = false)]
+mod _core {
+    #[pymodule_export]
+    use super::engine::{Engine, Stream};
+    #[pymodule_export]
+    use super::output::{AdapterRecord, Delta, Info};
+    #[pymodule_export]
+    use super::request::check_sampling_params;
+
+    use pyo3::prelude::*;
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        let filter = tracing_subscriber::EnvFilter::try_from_env("MANYLORA_LOG")
+            .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
+        // Another extension of this process may have set a subscriber: then that one gets the events.
+        let _ = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).try_init();
+        module.add("__version__", env!("CARGO_PKG_VERSION"))
+    }
+}

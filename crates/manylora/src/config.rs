@@ -1,0 +1,137 @@
+//! Everything an engine can be told at start. Names and defaults are the field's own where it has them.
+
+use std::path::PathBuf;
+
+use manylora_core::SchedulingPolicy;
+use manylora_core::sampling::LogprobsMode;
+
+
+/// Number format of the model.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DType {
+    /// bf16 for bf16, fp16 and fp32 checkpoints and GGUF.
+    #[default]
+    Auto,
+    /// bfloat16 weights, adapters and KV cache; f32 accumulation.
+    BFloat16,
+    /// f32 throughout.
+    Float32,
+    /// Computes in f32, and refuses adapter values beyond fp16's range.
+    Float16,
+}
+
+impl DType {
+    /// Parses `auto`, `bfloat16`, `float32`, `float16` and their short forms.
+    pub fn parse(text: &str) -> Option<Self> {
+        match text.trim_start_matches("torch.") {
+            "auto" => Some(Self::Auto),
+            "bfloat16" | "bf16" => Some(Self::BFloat16),
+            "float32" | "float" | "fp32" | "f32" => Some(Self::Float32),
+            "float16" | "half" | "fp16" | "f16" => Some(Self::Float16),
+            _ => None,
+        }
+    }
+}
+
+/// Configuration of an [`crate::Engine`].
+#[derive(Clone, Debug)]
+pub struct EngineConfig {
+    /// Directory (Hugging Face layout) or GGUF file of the base.
+    pub model: PathBuf,
+    /// Further names the base answers to (hub id, served names): compared with adapters' `base_model_name_or_path`.
+    pub model_names: Vec<String>,
+    /// Directory or GGUF file of the tokenizer, if it is not the model's own.
+    pub tokenizer: Option<PathBuf>,
+    /// Whether to do without a tokenizer: prompts are token ids, outputs have no text.
+    pub skip_tokenizer_init: bool,
+    /// Chat template text that replaces the checkpoint's.
+    pub chat_template: Option<String>,
+    /// Number format.
+    pub dtype: DType,
+    /// Longest sequence (prompt and output). None = the model's context, lowered to what the KV budget holds.
+    pub max_model_len: Option<usize>,
+    /// Sequences per step.
+    pub max_num_seqs: usize,
+    /// Rows per step.
+    pub max_num_batched_tokens: usize,
+    /// Tokens per KV block.
+    pub block_size: usize,
+    /// Bytes shared by KV blocks and adapters. None = from free memory.
+    pub kv_cache_memory_bytes: Option<u64>,
+    /// Whether blocks are kept for requests that share a prefix.
+    pub enable_prefix_caching: bool,
+    /// Whether prompts may be split over steps.
+    pub enable_chunked_prefill: bool,
+    /// Order of the waiting queue.
+    pub scheduling_policy: SchedulingPolicy,
+    /// Whether adapters can be used at all.
+    pub enable_lora: bool,
+    /// Largest rank that is accepted. Checked, never reserved.
+    pub max_lora_rank: usize,
+    /// Distinct adapters per step; None = no cap.
+    pub max_loras: Option<usize>,
+    /// Resident adapters; None = unbounded.
+    pub max_cpu_loras: Option<usize>,
+    /// Bytes for adapters; None = elastic, out of the budget shared with the KV cache.
+    pub lora_memory_bytes: Option<u64>,
+    /// Directories adapters may come from; None = anywhere.
+    pub lora_roots: Option<Vec<PathBuf>>,
+    /// Deployment-time restriction of the modules adapters may touch.
+    pub lora_target_modules: Option<Vec<String>>,
+    /// Whether an adapter that names another base is refused (otherwise: one warning).
+    pub strict_base: bool,
+    /// Most logprobs per token that a request may ask for; -1 = the whole vocabulary.
+    pub max_logprobs: i64,
+    /// What logprobs are of.
+    pub logprobs_mode: LogprobsMode,
+    /// Seed of requests that bring none.
+    pub seed: u64,
+    /// Threads of the barrier pool; None = min(physical cores, affinity, cgroup quota).
+    pub num_threads: Option<usize>,
+    /// Whether threads are pinned to cores.
+    pub pin_threads: bool,
+    /// Whether threads that wait long park. Off, they spin: only for measurements that forbid system calls.
+    pub park_threads: bool,
+    /// SIMD level by name; None = the best of this processor, or `MANYLORA_SIMD`.
+    pub simd: Option<String>,
+    /// A waiting adapter that the cap keeps out for this many steps closes admission to others (promise P5).
+    pub max_deferred_steps: u64,
+}
+
+impl EngineConfig {
+    /// Defaults for the base in `model`.
+    pub fn new(model: impl Into<PathBuf>) -> Self {
+        Self {
+            model: model.into(),
+            model_names: Vec::new(),
+            tokenizer: None,
+            skip_tokenizer_init: false,
+            chat_template: None,
+            dtype: DType::Auto,
+            max_model_len: None,
+            max_num_seqs: 64,
+            max_num_batched_tokens: 2048,
+            block_size: 16,
+            kv_cache_memory_bytes: None,
+            enable_prefix_caching: true,
+            enable_chunked_prefill: true,
+            scheduling_policy: SchedulingPolicy::Fcfs,
+            enable_lora: true,
+            max_lora_rank: 16,
+            max_loras: None,
+            max_cpu_loras: None,
+            lora_memory_bytes: None,
+            lora_roots: None,
+            lora_target_modules: None,
+            strict_base: false,
+            max_logprobs: 20,
+            logprobs_mode: LogprobsMode::RawLogprobs,
+            seed: 0,
+            num_threads: None,
+            pin_threads: false,
+            park_threads: true,
+            simd: None,
+            max_deferred_steps: 256,
+        }
+    }
+}

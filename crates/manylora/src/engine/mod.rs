@@ -1,0 +1,75 @@
+//! The engine: one thread that plans, runs and delivers steps, a loader thread for adapters, and the handle that
+//! callers hold.
+//!
+//! The way of a request: [`EngineHandle::submit`] validates, tokenizes and resolves adapter names on the caller's
+//! thread; the command channel carries it to `worker`, which feeds `manylora_core`'s control plane, lowers each plan to
+//! a kernel batch (`lower`), runs the decoder, samples (`running`), commits, and delivers deltas. No file is touched on
+//! that thread: adapters are read and packed by `loader` or by the caller of [`EngineHandle::load_adapter`].
+
+mod command;
+mod handle;
+mod loader;
+mod lower;
+mod running;
+mod startup;
+mod submit;
+mod worker;
+
+use std::ops::Deref;
+use std::thread::JoinHandle;
+
+pub use handle::{EngineHandle, Logits};
+pub use startup::{EngineInfo, LoadProgress};
+
+use crate::config::EngineConfig;
+use crate::error::EngineError;
+use command::Command;
+
+/// Counters and levels of a running engine.
+pub type EngineStats = manylora_core::CoreStats;
+
+/// A running engine. Dropping it stops and joins its threads; requests that still run end with an error.
+#[derive(Debug)]
+pub struct Engine {
+    handle: EngineHandle,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Engine {
+    /// Loads the base and starts the threads.
+    pub fn start(config: EngineConfig) -> Result<Self, EngineError> {
+        Self::start_with_progress(config, &mut |_| {})
+    }
+
+    /// As [`Self::start`], reporting how far loading has come.
+    pub fn start_with_progress(
+        config: EngineConfig,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> Result<Self, EngineError> {
+        let (handle, threads) = startup::start(config, progress)?;
+        Ok(Self { handle, threads })
+    }
+
+    /// A handle that can be cloned and sent to other threads.
+    pub fn handle(&self) -> EngineHandle {
+        self.handle.clone()
+    }
+}
+
+impl Deref for Engine {
+    type Target = EngineHandle;
+
+    fn deref(&self) -> &EngineHandle {
+        &self.handle
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        // A send error means that the thread is gone already; joining is all that is left to do.
+        let _ = self.handle.send(Command::Shutdown);
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+    }
+}

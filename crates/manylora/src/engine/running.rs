@@ -1,0 +1,224 @@
+//! One running sequence on the engine thread: its sampler, its text, and the delta that is being put together.
+
+use std::sync::Arc;
+use std::sync::mpsc::SyncSender;
+
+use manylora_core::FinishReason;
+use manylora_core::sampling::{LogprobCount, LogprobsMode};
+use manylora_model::tokenizer::{Detokenizer, StopChecker};
+
+use crate::error::EngineError;
+use crate::sampler::{SamplerScratch, SequenceSampler, TokenLogprobs, token_logprobs};
+use crate::stream::{Delta, StopReason, StreamSender};
+
+/// Text of a sequence: absent when the request does not want any.
+pub(crate) struct TextState {
+    pub(crate) detokenizer: Option<Detokenizer>,
+    pub(crate) stops: StopChecker,
+}
+
+/// Which tokens end the sequence.
+#[derive(Clone, Debug)]
+pub(crate) struct StopTokens {
+    /// The model's end tokens; empty under `ignore_eos`.
+    pub(crate) end_tokens: Vec<u32>,
+    /// The request's own.
+    pub(crate) stop_token_ids: Vec<u32>,
+    /// None of them ends the sequence before it has this many tokens.
+    pub(crate) min_tokens: usize,
+    /// Whether the text keeps what ended it.
+    pub(crate) include_in_output: bool,
+}
+
+impl TextState {
+    /// Adds a token's text; the stop string that it completed, if any. With `check` false none can be completed.
+    fn push(&mut self, token: u32, check: bool, out: &mut String) -> Result<Option<String>, EngineError> {
+        let Some(detokenizer) = &mut self.detokenizer else { return Ok(None) };
+        let released = self.stops.push(detokenizer.push(token)?, check);
+        out.push_str(released.text);
+        let stopped = released.stop.is_some();
+        Ok(if stopped { self.stops.matched().map(str::to_owned) } else { None })
+    }
+
+    /// Releases what was held back.
+    fn finish(&mut self, out: &mut String) -> Result<(), EngineError> {
+        if self.stops.matched().is_none()
+            && let Some(detokenizer) = self.detokenizer.take()
+        {
+            let rest = detokenizer.finish()?;
+            out.push_str(self.stops.push(&rest, false).text);
+            out.push_str(&self.stops.finish());
+        }
+        Ok(())
+    }
+}
+
+/// Who gets the logits of every row (`EngineHandle::logits`).
+pub(crate) struct Capture {
+    pub(crate) values: Vec<f32>,
+    pub(crate) reply: SyncSender<Result<Vec<f32>, EngineError>>,
+}
+
+pub(crate) struct RunningSequence {
+    sampler: SequenceSampler,
+    stop_tokens: StopTokens,
+    text: Option<TextState>,
+    prompt: Arc<Vec<u32>>,
+    prompt_logprobs: Option<(LogprobCount, LogprobsMode)>,
+    stream: Option<StreamSender>,
+    capture: Option<Capture>,
+    /// Whether deltas are sent as they come, or one when the sequence has finished.
+    streaming: bool,
+    generated: usize,
+    seen_prompt_rows: usize,
+    pending: Delta,
+    /// Text could not be made: the request ends with this error.
+    failure: Option<EngineError>,
+}
+
+/// What a running sequence is made from.
+pub(crate) struct SequenceSetup {
+    pub(crate) index: usize,
+    pub(crate) sampler: SequenceSampler,
+    pub(crate) stop_tokens: StopTokens,
+    pub(crate) text: Option<TextState>,
+    pub(crate) prompt: Arc<Vec<u32>>,
+    pub(crate) prompt_logprobs: Option<(LogprobCount, LogprobsMode)>,
+    pub(crate) stream: Option<StreamSender>,
+    pub(crate) capture: Option<Capture>,
+    pub(crate) streaming: bool,
+}
+
+impl RunningSequence {
+    pub(crate) fn new(setup: SequenceSetup) -> Self {
+        let mut pending = Delta { index: setup.index, ..Delta::default() };
+        pending.prompt_logprobs = setup.prompt_logprobs.map(|_| Vec::with_capacity(setup.prompt.len()));
+        Self {
+            sampler: setup.sampler,
+            stop_tokens: setup.stop_tokens,
+            text: setup.text,
+            prompt: setup.prompt,
+            prompt_logprobs: setup.prompt_logprobs,
+            stream: setup.stream,
+            capture: setup.capture,
+            streaming: setup.streaming,
+            generated: 0,
+            seen_prompt_rows: 0,
+            pending,
+            failure: None,
+        }
+    }
+
+    /// Takes note of the logits at `position`, if the request wants those of its prompt. Rows that are computed again
+    /// after a preemption were seen before.
+    pub(crate) fn see_row(&mut self, position: usize, logits: &[f32], scratch: &mut SamplerScratch) {
+        if position != self.seen_prompt_rows || position >= self.prompt.len() {
+            return;
+        }
+        if let Some(capture) = &mut self.capture {
+            capture.values.extend_from_slice(logits);
+            self.seen_prompt_rows += 1;
+        } else if let Some((top, mode)) = self.prompt_logprobs {
+            if let Some(&next) = self.prompt.get(position + 1) {
+                let logprobs = token_logprobs(logits, next, top, mode, scratch);
+                self.pending.prompt_logprobs.get_or_insert_default().push(logprobs);
+            }
+            self.seen_prompt_rows += 1;
+        }
+    }
+
+    pub(crate) fn set_cached_tokens(&mut self, tokens: usize) {
+        if self.generated == 0 {
+            self.pending.cached_tokens = tokens;
+        }
+    }
+
+    pub(crate) fn needs_logits(&self) -> bool {
+        self.sampler.needs_logits()
+    }
+
+    pub(crate) fn sample(&mut self, logits: &[f32], scratch: &mut SamplerScratch) -> u32 {
+        let sampled = self.sampler.sample(logits, scratch);
+        self.pending.logprobs.extend(sampled.logprobs.into_iter().collect::<Vec<TokenLogprobs>>());
+        sampled.token
+    }
+
+    pub(crate) fn accept_greedy(&mut self, token: u32) -> u32 {
+        self.sampler.accept(token);
+        token
+    }
+
+    /// Appends a token and its text; true if it ends the sequence.
+    pub(crate) fn push_token(&mut self, token: u32) -> bool {
+        self.generated += 1;
+        self.pending.token_ids.push(token);
+        if self.capture.is_some() {
+            return true;
+        }
+        let may_stop = self.generated >= self.stop_tokens.min_tokens;
+        let is_end = self.stop_tokens.end_tokens.contains(&token);
+        let ends = may_stop && (is_end || self.stop_tokens.stop_token_ids.contains(&token));
+        if ends && !is_end {
+            self.pending.stop_reason = Some(StopReason::Token(token));
+        }
+        // The text of a token that ends the sequence is part of the output only on request.
+        if let Some(text) = &mut self.text
+            && (!ends || self.stop_tokens.include_in_output)
+        {
+            match text.push(token, may_stop && !ends, &mut self.pending.text) {
+                Ok(None) => {}
+                Ok(Some(stop)) => {
+                    self.pending.stop_reason = Some(StopReason::Text(stop));
+                    return true;
+                }
+                Err(error) => {
+                    self.failure = Some(error);
+                    return true;
+                }
+            }
+        }
+        ends
+    }
+
+    /// Sends what has become certain since the last delta.
+    pub(crate) fn flush(&mut self) {
+        if self.streaming
+            && (!self.pending.token_ids.is_empty() || !self.pending.text.is_empty())
+            && let Some(stream) = &self.stream
+        {
+            let next = Delta { index: self.pending.index, ..Delta::default() };
+            stream.send(std::mem::replace(&mut self.pending, next));
+        }
+    }
+
+    /// Sends the last delta.
+    pub(crate) fn finish(&mut self, reason: FinishReason) {
+        if let Some(capture) = self.capture.take() {
+            // The caller may have given up waiting.
+            let _ = capture.reply.send(Ok(capture.values));
+            return;
+        }
+        if self.failure.is_none()
+            && let Some(text) = &mut self.text
+            && let Err(error) = text.finish(&mut self.pending.text)
+        {
+            self.failure = Some(error);
+        }
+        if let (Some(error), Some(stream)) = (self.failure.take(), &self.stream) {
+            return stream.fail(error);
+        }
+        self.pending.finish_reason = Some(reason);
+        if let Some(stream) = &self.stream {
+            stream.send(std::mem::take(&mut self.pending));
+        }
+    }
+
+    /// Ends the request with an error.
+    pub(crate) fn fail(mut self, error: EngineError) {
+        if let Some(capture) = self.capture.take() {
+            let _ = capture.reply.send(Err(error));
+        } else if let Some(stream) = &self.stream {
+            stream.fail(error);
+        }
+    }
+}

@@ -1,0 +1,367 @@
+//! From an [`EngineConfig`] to running threads: what fits is decided here, before any weight is read.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::AtomicU64;
+use std::sync::mpsc::channel;
+use std::sync::{Arc, OnceLock};
+use std::thread::{Builder, JoinHandle};
+
+use manylora_core::{ControlPlane, CoreConfig, Digest, LoraMemory, budget};
+use manylora_kernels::StorageType;
+use manylora_kernels::cpu::{CpuBackend, CpuOptions, SimdLevel};
+use manylora_model::adapter::AdapterPolicy;
+use manylora_model::adapter::combinations::EngineFeature;
+use manylora_model::chat::ChatTemplate;
+use manylora_model::checkpoint::{Checkpoint, GenerationDefaults, memory};
+use manylora_model::decoder::{Decoder, DecoderLimits, DecoderWeights, packed_bytes};
+use manylora_model::tokenizer::Tokenizer;
+use manylora_model::{ModelSpec, Runner};
+
+pub use manylora_model::decoder::LoadProgress;
+
+use super::handle::{EngineHandle, Shared};
+use super::lower::LoweredStep;
+use super::worker::Worker;
+use super::loader;
+use crate::config::{DType, EngineConfig};
+use crate::error::EngineError;
+use crate::registry::Registry;
+
+/// Share of the free memory that the KV cache and adapters take when nothing is said.
+const DEFAULT_SHARE_OF_FREE: u64 = 2;
+/// Room for adapters that the default budget adds to the KV cache's need.
+const DEFAULT_ADAPTER_BYTES: u64 = 1 << 30;
+
+/// What was decided at start. All bytes are exact.
+#[derive(Clone, Debug)]
+pub struct EngineInfo {
+    /// Backend, SIMD level, threads.
+    pub backend: String,
+    /// Number format of weights, adapters and KV cache.
+    pub dtype: &'static str,
+    /// Bytes of the packed weights.
+    pub weight_bytes: u64,
+    /// Bytes that KV blocks and adapters share.
+    pub ledger_bytes: u64,
+    /// KV blocks when no adapter is resident.
+    pub kv_blocks: usize,
+    /// Bytes of one block over all layers.
+    pub block_bytes: u64,
+    /// Tokens per block.
+    pub block_size: usize,
+    /// Longest sequence.
+    pub max_model_len: usize,
+    /// Rows of the embedding.
+    pub vocab_size: usize,
+    /// Sampling defaults of generation_config.json.
+    pub generation: GenerationDefaults,
+    /// The names that the base answers to.
+    pub base_names: Vec<String>,
+    /// Lines worth telling: quantized checkpoints, a lowered context.
+    pub notes: Vec<String>,
+}
+
+struct Sizes {
+    dtype: StorageType,
+    dtype_name: &'static str,
+    block_bytes: u64,
+    ledger_bytes: u64,
+    blocks: usize,
+    max_model_len: usize,
+}
+
+pub(crate) fn start(
+    config: EngineConfig,
+    progress: &mut dyn FnMut(LoadProgress),
+) -> Result<(EngineHandle, Vec<JoinHandle<()>>), EngineError> {
+    check_limits(&config)?;
+    let checkpoint = Checkpoint::open(&config.model)?;
+    let spec = checkpoint.spec.clone();
+    let mut notes = Vec::new();
+    let tokenizer = open_tokenizer(&config, &checkpoint)?;
+    let chat_template = open_template(&config, &checkpoint, tokenizer.as_ref())?;
+    let backend = Arc::new(CpuBackend::new(CpuOptions {
+        num_threads: config.num_threads,
+        level: config.simd.as_deref().map(SimdLevel::parse).transpose()?,
+        pin_threads: config.pin_threads,
+        park_threads: config.park_threads,
+    })?);
+
+    let sizes = decide_sizes(&config, &spec, &mut notes)?;
+    notes.extend(checkpoint.quantization.as_ref().map(|note| note.line(sizes.dtype.bytes())));
+    let weights = DecoderWeights::load(Arc::clone(&backend), &checkpoint, sizes.dtype, progress)?;
+    let max_rows = config.max_num_batched_tokens.max(config.max_num_seqs);
+    let decoder = weights.allocate(DecoderLimits {
+        max_rows,
+        max_logit_rows: config.max_num_seqs.min(max_rows),
+        max_position: sizes.max_model_len,
+        block_size: config.block_size,
+        blocks: sizes.blocks,
+    })?;
+
+    let base_digest = Digest(checkpoint.digest());
+    let generation = checkpoint.generation.clone();
+    let mut base_names = checkpoint.names.clone();
+    base_names.extend(config.model_names.iter().cloned());
+    let core = ControlPlane::new(core_config(&config, &sizes, base_digest))?;
+    let policy = AdapterPolicy {
+        spec: spec.clone(),
+        max_rank: config.max_lora_rank,
+        dtype: sizes.dtype,
+        check_fp16_range: config.dtype == DType::Float16,
+        base_names: base_names.clone(),
+        strict_base: config.strict_base,
+        allowed_roots: config.lora_roots.clone(),
+        target_modules: config.lora_target_modules.clone(),
+        tokenizer_size: tokenizer.as_ref().map_or(spec.vocab_size, Tokenizer::vocab_size),
+        features: engine_features(&config, &checkpoint),
+        base_tensors: Arc::new(checkpoint),
+    };
+    let info = EngineInfo {
+        backend: decoder.describe(),
+        dtype: sizes.dtype_name,
+        weight_bytes: decoder.weight_bytes(),
+        ledger_bytes: sizes.ledger_bytes,
+        kv_blocks: sizes.blocks,
+        block_bytes: sizes.block_bytes,
+        block_size: config.block_size,
+        max_model_len: sizes.max_model_len,
+        vocab_size: spec.vocab_size,
+        generation,
+        base_names,
+        notes,
+    };
+    spawn(config, info, spec, tokenizer, chat_template, core, decoder, policy)
+}
+
+fn check_limits(config: &EngineConfig) -> Result<(), EngineError> {
+    let positive = [
+        ("max_num_seqs", config.max_num_seqs),
+        ("max_num_batched_tokens", config.max_num_batched_tokens),
+        ("block_size", config.block_size),
+        ("max_lora_rank", config.max_lora_rank),
+        ("max_model_len", config.max_model_len.unwrap_or(1)),
+        ("max_loras", config.max_loras.unwrap_or(1)),
+        ("max_cpu_loras", config.max_cpu_loras.unwrap_or(1)),
+        ("num_threads", config.num_threads.unwrap_or(1)),
+    ];
+    for (name, value) in positive {
+        if value == 0 {
+            return Err(EngineError::InvalidArgument(format!("{name} must be at least 1, got `0`")));
+        }
+    }
+    if config.block_size > 1024 {
+        return Err(EngineError::InvalidArgument(format!(
+            "block_size must be at most 1024, got `{}`",
+            config.block_size
+        )));
+    }
+    if config.max_logprobs < -1 {
+        return Err(EngineError::InvalidArgument(format!(
+            "max_logprobs must be -1 (the whole vocabulary) or at least 0, got `{}`",
+            config.max_logprobs
+        )));
+    }
+    Ok(())
+}
+
+fn open_tokenizer(config: &EngineConfig, checkpoint: &Checkpoint) -> Result<Option<Tokenizer>, EngineError> {
+    if config.skip_tokenizer_init {
+        return Ok(None);
+    }
+    let tokenizer = match &config.tokenizer {
+        Some(path) if path.is_dir() => Tokenizer::from_directory(path)?,
+        Some(path) => Tokenizer::from_source(&Checkpoint::open(path)?.tokenizer)?,
+        None => Tokenizer::from_source(&checkpoint.tokenizer)?,
+    };
+    Ok(Some(tokenizer))
+}
+
+fn open_template(
+    config: &EngineConfig,
+    checkpoint: &Checkpoint,
+    tokenizer: Option<&Tokenizer>,
+) -> Result<Option<ChatTemplate>, EngineError> {
+    let Some(tokenizer) = tokenizer else { return Ok(None) };
+    Ok(match &config.chat_template {
+        Some(text) => Some(ChatTemplate::from_text(text, tokenizer)?),
+        None => ChatTemplate::from_source(&checkpoint.tokenizer, tokenizer)?,
+    })
+}
+
+/// What this engine does with its base, for the table of pairs that adapters are checked against.
+fn engine_features(config: &EngineConfig, checkpoint: &Checkpoint) -> Vec<EngineFeature> {
+    let spec = &checkpoint.spec;
+    let base = if checkpoint.quantization.is_some() {
+        EngineFeature::DequantizedBase
+    } else {
+        EngineFeature::FullPrecisionBase
+    };
+    let optional = [
+        (spec.tied, EngineFeature::TiedEmbeddings),
+        (spec.windows.iter().any(Option::is_some), EngineFeature::SlidingWindow),
+        (config.enable_chunked_prefill, EngineFeature::ChunkedPrefill),
+        (config.enable_prefix_caching, EngineFeature::PrefixCache),
+    ];
+    let always = [base, EngineFeature::Preemption, EngineFeature::Composition, EngineFeature::RequestScale];
+    always.into_iter().chain(optional.into_iter().filter(|(on, _)| *on).map(|(_, feature)| feature)).collect()
+}
+
+/// Decides dtype, context and the byte budget, and refuses what cannot fit before any weight is read.
+fn decide_sizes(config: &EngineConfig, spec: &ModelSpec, notes: &mut Vec<String>) -> Result<Sizes, EngineError> {
+    let (dtype, dtype_name) = match config.dtype {
+        DType::Auto | DType::BFloat16 => (StorageType::Bf16, "bfloat16"),
+        DType::Float32 => (StorageType::F32, "float32"),
+        DType::Float16 => (StorageType::F32, "float16 (computed in float32)"),
+    };
+    let weights = packed_bytes(spec, dtype);
+    let free = memory::available_bytes().unwrap_or(u64::MAX);
+    if weights > free {
+        return Err(EngineError::Model(manylora_model::ModelError::DoesNotFit {
+            needed: weights,
+            available: free,
+            message: format!("the weights alone in {dtype_name}; use a smaller model, dtype bfloat16, or a bigger machine"),
+        }));
+    }
+    let block_bytes = budget::kv_block_bytes(
+        spec.layers as u64,
+        spec.kv_heads as u64,
+        spec.head_dim as u64,
+        config.block_size as u64,
+        dtype.bytes() as u64,
+    );
+    let blocks_of = |tokens: usize| tokens.div_ceil(config.block_size) as u64;
+    let context = config.max_model_len.unwrap_or(spec.max_position_embeddings);
+    if context > spec.max_position_embeddings {
+        return Err(EngineError::InvalidArgument(format!(
+            "max_model_len `{context}` is beyond the model's context of {} positions; give a smaller one",
+            spec.max_position_embeddings
+        )));
+    }
+    let ledger_bytes = config.kv_cache_memory_bytes.unwrap_or_else(|| {
+        let wanted = blocks_of(context) * block_bytes * config.max_num_seqs as u64 + DEFAULT_ADAPTER_BYTES;
+        wanted.min((free - weights) / DEFAULT_SHARE_OF_FREE)
+    });
+    if ledger_bytes > free - weights {
+        return Err(EngineError::InvalidArgument(format!(
+            "kv_cache_memory_bytes `{ledger_bytes}` and {weights} bytes of weights are more than the {free} bytes that are \
+             free; lower it"
+        )));
+    }
+    let blocks = ledger_bytes / block_bytes;
+    let mut max_model_len = context;
+    if blocks_of(context) > blocks {
+        let fits = blocks as usize * config.block_size;
+        if config.max_model_len.is_some() || fits == 0 {
+            return Err(EngineError::InvalidArgument(format!(
+                "max_model_len `{context}` needs {} bytes of KV cache and there are {ledger_bytes}; at most {fits} tokens \
+                 fit: lower max_model_len or raise kv_cache_memory_bytes",
+                blocks_of(context) * block_bytes
+            )));
+        }
+        max_model_len = fits;
+        notes.push(format!(
+            "max_model_len lowered from {context} to {fits}: {ledger_bytes} bytes of KV cache hold no more"
+        ));
+    }
+    let blocks = usize::try_from(blocks).unwrap_or(usize::MAX).min(u32::MAX as usize / config.block_size);
+    Ok(Sizes { dtype, dtype_name, block_bytes, ledger_bytes, blocks, max_model_len })
+}
+
+fn core_config(config: &EngineConfig, sizes: &Sizes, base_digest: Digest) -> CoreConfig {
+    CoreConfig {
+        max_num_seqs: config.max_num_seqs,
+        max_num_batched_tokens: config.max_num_batched_tokens.max(config.max_num_seqs),
+        max_model_len: sizes.max_model_len,
+        block_size: config.block_size,
+        block_bytes: sizes.block_bytes,
+        ledger_bytes: sizes.ledger_bytes,
+        enable_prefix_caching: config.enable_prefix_caching,
+        enable_chunked_prefill: config.enable_chunked_prefill,
+        policy: config.scheduling_policy,
+        max_loras: config.max_loras,
+        max_cpu_loras: config.max_cpu_loras,
+        lora_memory: config.lora_memory_bytes.map_or(LoraMemory::Elastic, LoraMemory::Bytes),
+        base_digest,
+        max_deferred_steps: config.max_deferred_steps,
+    }
+}
+
+#[expect(clippy::too_many_arguments, reason = "called once, with everything that was built")]
+fn spawn(
+    config: EngineConfig,
+    info: EngineInfo,
+    spec: ModelSpec,
+    tokenizer: Option<Tokenizer>,
+    chat_template: Option<ChatTemplate>,
+    core: ControlPlane,
+    decoder: Decoder<CpuBackend>,
+    policy: AdapterPolicy,
+) -> Result<(EngineHandle, Vec<JoinHandle<()>>), EngineError> {
+    let (commands, received) = channel();
+    let (jobs, ordered) = channel();
+    let registry = Arc::new(Registry::default());
+    let stopped = Arc::new(OnceLock::new());
+    let packer = decoder.packer();
+    let step = LoweredStep::new(
+        config.max_num_batched_tokens.max(config.max_num_seqs),
+        config.max_num_seqs,
+        info.kv_blocks.min(config.max_num_seqs * info.max_model_len.div_ceil(config.block_size)),
+        config.block_size,
+    );
+    let max_num_seqs = config.max_num_seqs;
+    let mut end_tokens = info.generation.eos.clone();
+    if let Some(end) = tokenizer.as_ref().and_then(Tokenizer::eos)
+        && !end_tokens.contains(&end)
+    {
+        end_tokens.push(end);
+    }
+    let loader = {
+        let (commands, policy, packer) = (commands.clone(), policy.clone(), Arc::clone(&packer));
+        thread("manylora-loader", move || loader::run(&ordered, &commands, &policy, packer.as_ref()))?
+    };
+    let engine = {
+        let (registry, stopped) = (Arc::clone(&registry), Arc::clone(&stopped));
+        thread("manylora-engine", move || {
+            let mut worker = Worker::new(core, Box::new(decoder), registry, received, jobs, step, max_num_seqs);
+            // A panic here is a bug; callers still get an error that names it instead of waiting for ever.
+            let why = match catch_unwind(AssertUnwindSafe(|| worker.run())) {
+                Ok(()) => "it was shut down".to_owned(),
+                Err(panic) => format!("its thread failed: {}", panic_message(panic.as_ref())),
+            };
+            worker.close(&why);
+            let _ = stopped.set(why);
+        })?
+    };
+    let shared = Shared {
+        config,
+        info,
+        spec,
+        end_tokens,
+        tokenizer,
+        chat_template,
+        registry,
+        policy,
+        packer,
+        next_request: AtomicU64::new(0),
+        next_submission: AtomicU64::new(0),
+        commands,
+        stopped,
+    };
+    Ok((EngineHandle { shared: Arc::new(shared) }, vec![engine, loader]))
+}
+
+fn thread(name: &str, body: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, EngineError> {
+    Builder::new()
+        .name(name.to_owned())
+        .spawn(body)
+        .map_err(|error| EngineError::Stopped(format!("thread `{name}` could not be started: {error}")))
+}
+
+fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
+    panic
+        .downcast_ref::<&str>()
+        .map(ToString::to_string)
+        .or_else(|| panic.downcast_ref::<String>().cloned())
+        .unwrap_or_else(|| "without a message".to_owned())
+}

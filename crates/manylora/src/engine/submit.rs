@@ -1,0 +1,245 @@
+//! From a [`GenerateRequest`] to sequences: everything that can be wrong with a request is found here, on the caller's
+//! thread, before anything is queued.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::sync_channel;
+
+use manylora_core::sampling::{DEFAULT_MAX_N, LogprobCount, SamplingLimits};
+use manylora_core::{AdapterUse, NewRequest, RequestId, SamplingParams};
+use manylora_model::tokenizer::{Detokenizer, StopChecker};
+
+use super::command::Command;
+use super::handle::{Logits, Shared};
+use super::running::{Capture, RunningSequence, SequenceSetup, StopTokens, TextState};
+use crate::error::EngineError;
+use crate::request::{AdapterSelection, GenerateRequest, Prompt};
+use crate::sampler::{RandomKey, SamplerSetup, SequenceSampler, bad_word_sequences};
+use crate::stream::{RequestStream, channel};
+
+/// A request that was found good.
+struct Checked {
+    prompt: Arc<Vec<u32>>,
+    params: SamplingParams,
+    adapters: Vec<AdapterUse>,
+    bad_words: Vec<Vec<u32>>,
+    priority: i64,
+    cache_salt: Option<String>,
+}
+
+pub(crate) fn submit(
+    shared: &Arc<Shared>,
+    requests: Vec<GenerateRequest>,
+    streaming: bool,
+) -> Result<Vec<RequestStream>, EngineError> {
+    let checked = requests.into_iter().map(|request| check(shared, request)).collect::<Result<Vec<_>, _>>()?;
+    checked.into_iter().map(|request| queue(shared, request, streaming)).collect()
+}
+
+pub(crate) fn logits(
+    shared: &Arc<Shared>,
+    tokens: &[u32],
+    adapters: &[AdapterSelection],
+) -> Result<Logits, EngineError> {
+    let params = SamplingParams { temperature: 0.0, max_tokens: Some(1), detokenize: false, ..SamplingParams::default() };
+    let mut request = GenerateRequest::tokens(tokens).params(params);
+    request.adapters = adapters.to_vec();
+    let checked = check(shared, request)?;
+    let (reply, answer) = sync_channel(1);
+    let capture = Capture { values: Vec::with_capacity(tokens.len() * shared.spec.vocab_size), reply };
+    let key = RandomKey::of_request(0, 0);
+    let setup = SequenceSetup {
+        index: 0,
+        sampler: sampler(shared, &checked, key),
+        stop_tokens: stop_tokens(shared, &checked.params),
+        text: None,
+        prompt: Arc::clone(&checked.prompt),
+        prompt_logprobs: None,
+        stream: None,
+        capture: Some(capture),
+        streaming: false,
+    };
+    let id = RequestId(shared.next_request.fetch_add(1, Ordering::Relaxed));
+    let request = core_request(shared, &checked, id, true);
+    shared.send(Command::Submit(vec![(request, RunningSequence::new(setup))]))?;
+    let values = answer.recv().unwrap_or_else(|_| Err(shared.stopped_error()))?;
+    Ok(Logits { rows: tokens.len(), vocab_size: shared.spec.vocab_size, values })
+}
+
+fn check(shared: &Shared, request: GenerateRequest) -> Result<Checked, EngineError> {
+    let vocab_size = shared.spec.vocab_size;
+    let limits = SamplingLimits {
+        vocab_size,
+        max_logprobs: i32::try_from(shared.config.max_logprobs).unwrap_or(i32::MAX),
+        max_n: DEFAULT_MAX_N,
+    };
+    let normalized = request.params.validate_and_normalize(&limits)?;
+    for warning in &normalized.warnings {
+        tracing::warn!("{warning}");
+    }
+    let params = normalized.params;
+    let prompt = match request.prompt {
+        Prompt::Tokens(tokens) => tokens,
+        Prompt::Text { text, add_special_tokens } => shared.tokenizer()?.encode(&text, add_special_tokens)?,
+    };
+    check_prompt(&prompt, vocab_size, shared.info.max_model_len)?;
+    if params.detokenize {
+        shared.tokenizer()?;
+    }
+    let bad_words = if params.bad_words.is_empty() {
+        Vec::new()
+    } else {
+        let tokenizer = shared.tokenizer()?;
+        bad_word_sequences(&params.bad_words, |word| tokenizer.encode(word, false).unwrap_or_default())?
+    };
+    Ok(Checked {
+        prompt: Arc::new(prompt),
+        adapters: resolve(shared, &request.adapters)?,
+        params,
+        bad_words,
+        priority: request.priority,
+        cache_salt: request.cache_salt,
+    })
+}
+
+fn check_prompt(prompt: &[u32], vocab_size: usize, max_model_len: usize) -> Result<(), EngineError> {
+    if prompt.is_empty() {
+        return Err(EngineError::InvalidArgument(
+            "The prompt is empty: give at least one token (a chat template or a BOS token counts).".to_owned(),
+        ));
+    }
+    if let Some(token) = prompt.iter().find(|&&token| token as usize >= vocab_size) {
+        return Err(EngineError::InvalidArgument(format!(
+            "Token id `{token}` is out of vocabulary: ids go from 0 to {}.",
+            vocab_size - 1
+        )));
+    }
+    if prompt.len() >= max_model_len {
+        return Err(EngineError::InvalidArgument(format!(
+            "The prompt has `{}` tokens, and with at least one token of output that is longer than max_model_len \
+             `{max_model_len}`; shorten it or raise max_model_len.",
+            prompt.len()
+        )));
+    }
+    Ok(())
+}
+
+fn resolve(shared: &Shared, adapters: &[AdapterSelection]) -> Result<Vec<AdapterUse>, EngineError> {
+    if !adapters.is_empty() && !shared.config.enable_lora {
+        return Err(EngineError::InvalidArgument(format!(
+            "Got lora_request for `{}` but LoRA is not enabled!",
+            adapters[0].name
+        )));
+    }
+    adapters
+        .iter()
+        .map(|adapter| {
+            if !adapter.scale.is_finite() {
+                return Err(EngineError::InvalidArgument(format!(
+                    "scale of adapter `{}` must be finite, got `{}`",
+                    adapter.name, adapter.scale
+                )));
+            }
+            let entry = shared.registry.resolve(&adapter.name)?;
+            Ok(AdapterUse { registration: entry.registration, scale: adapter.scale, first_active: 0 })
+        })
+        .collect()
+}
+
+fn queue(shared: &Arc<Shared>, request: Checked, streaming: bool) -> Result<RequestStream, EngineError> {
+    let submission = shared.next_submission.fetch_add(1, Ordering::Relaxed);
+    let samples = request.params.n;
+    let first = shared.next_request.fetch_add(samples as u64, Ordering::Relaxed);
+    let ids: Vec<RequestId> = (first..first + samples as u64).map(RequestId).collect();
+    let abort = {
+        let (shared, ids) = (Arc::clone(shared), ids.clone());
+        // A send error means that the engine is gone, and the request with it.
+        move || drop(shared.send(Command::Abort(ids)))
+    };
+    let (sender, stream) = channel(samples, Arc::clone(&request.prompt), abort);
+    let sequences = ids
+        .into_iter()
+        .enumerate()
+        .map(|(index, id)| {
+            let key = match request.params.seed {
+                Some(seed) => RandomKey::of_request(seed, index as u32),
+                None => RandomKey::of_submission(shared.config.seed, submission, index as u32),
+            };
+            // Prompt logprobs belong to the prompt: the first sample brings them.
+            let prompt_logprobs = request
+                .params
+                .prompt_logprobs
+                .filter(|_| index == 0)
+                .map(|count| (LogprobCount::from_parameter(count), shared.config.logprobs_mode));
+            let setup = SequenceSetup {
+                index,
+                sampler: sampler(shared, &request, key),
+                stop_tokens: stop_tokens(shared, &request.params),
+                text: text_state(shared, &request.prompt, &request.params)?,
+                prompt: Arc::clone(&request.prompt),
+                prompt_logprobs,
+                stream: Some(sender.clone()),
+                capture: None,
+                streaming,
+            };
+            let core = core_request(shared, &request, id, prompt_logprobs.is_some());
+            Ok((core, RunningSequence::new(setup)))
+        })
+        .collect::<Result<Vec<_>, EngineError>>()?;
+    shared.send(Command::Submit(sequences))?;
+    Ok(stream)
+}
+
+fn core_request(shared: &Shared, request: &Checked, id: RequestId, all_prompt_logits: bool) -> NewRequest {
+    let room = shared.info.max_model_len - request.prompt.len();
+    NewRequest {
+        id,
+        prompt: request.prompt.to_vec(),
+        max_tokens: request.params.max_tokens.map_or(room, |max| max.min(room)),
+        priority: request.priority,
+        cache_salt: request.cache_salt.clone(),
+        adapters: request.adapters.clone(),
+        read_prefix_cache: !all_prompt_logits && !request.params.skip_reading_prefix_cache.unwrap_or(false),
+        all_prompt_logits,
+    }
+}
+
+fn sampler(shared: &Shared, request: &Checked, key: RandomKey) -> SequenceSampler {
+    let mut end_tokens = shared.end_tokens.clone();
+    end_tokens.extend_from_slice(&request.params.stop_token_ids);
+    SequenceSampler::new(
+        &request.params,
+        SamplerSetup {
+            prompt: &request.prompt,
+            vocab_size: shared.spec.vocab_size,
+            end_tokens: &end_tokens,
+            bad_words: &request.bad_words,
+            key,
+            logprobs_mode: shared.config.logprobs_mode,
+        },
+    )
+}
+
+fn stop_tokens(shared: &Shared, params: &SamplingParams) -> StopTokens {
+    StopTokens {
+        end_tokens: if params.ignore_eos { Vec::new() } else { shared.end_tokens.clone() },
+        stop_token_ids: params.stop_token_ids.clone(),
+        min_tokens: params.min_tokens,
+        include_in_output: params.include_stop_str_in_output,
+    }
+}
+
+fn text_state(shared: &Shared, prompt: &[u32], params: &SamplingParams) -> Result<Option<TextState>, EngineError> {
+    if !params.detokenize {
+        return Ok(None);
+    }
+    let tokenizer = shared.tokenizer()?;
+    let detokenizer = Detokenizer::after_prompt(
+        tokenizer,
+        prompt,
+        params.skip_special_tokens,
+        params.spaces_between_special_tokens,
+    )?;
+    let stops = StopChecker::new(params.stop.clone(), params.include_stop_str_in_output);
+    Ok(Some(TextState { detokenizer: Some(detokenizer), stops }))
+}

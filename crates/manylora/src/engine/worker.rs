@@ -1,0 +1,370 @@
+//! The engine thread: events in, one step after the other, deltas out.
+//!
+//! A steady decode step (plan, forward, greedy sampling, commit) allocates nothing and takes no lock; deltas are
+//! delivered after it.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, TryRecvError};
+use std::time::Instant;
+
+use manylora_core::{
+    ControlPlane, Digest, Effect, Event, LoadedAdapter, RegistrationId, RequestId, SequenceOutcome,
+    StepOutcome, StepPlan, Time, UnloadMode,
+};
+use manylora_model::{PackedHandle, Runner};
+
+use super::command::{Command, ReadAdapter, Reply};
+use super::loader::Job;
+use super::lower::LoweredStep;
+use super::running::RunningSequence;
+use crate::error::EngineError;
+use crate::registry::{AdapterInfo, AdapterSource, Entry, Registry};
+use crate::sampler::SamplerScratch;
+
+/// A caller that waits for a registration to be pinned or unloaded.
+struct Waiter {
+    name: String,
+    reply: Reply<()>,
+}
+
+pub(crate) struct Worker {
+    core: ControlPlane,
+    runner: Box<dyn Runner>,
+    registry: Arc<Registry>,
+    commands: Receiver<Command>,
+    jobs: Sender<Job>,
+    clock: Instant,
+    running: HashMap<RequestId, RunningSequence>,
+    /// Packed adapters that the control plane knows as loaded, by version.
+    packed: HashMap<Digest, PackedHandle>,
+    /// Packed by the caller of a load, for the control plane's order that follows at once.
+    preloaded: HashMap<RegistrationId, (Digest, PackedHandle)>,
+    sources: HashMap<RegistrationId, (AdapterSource, Digest)>,
+    waiters: HashMap<RegistrationId, Vec<Waiter>>,
+    /// Failures of registrations that nobody waits for: a load that is being registered looks here.
+    failures: HashMap<RegistrationId, String>,
+    plan: StepPlan,
+    step: LoweredStep,
+    outcome: StepOutcome,
+    greedy: Vec<u32>,
+    scratch: SamplerScratch,
+    effects: Vec<Effect>,
+}
+
+impl Worker {
+    pub(crate) fn new(
+        core: ControlPlane,
+        runner: Box<dyn Runner>,
+        registry: Arc<Registry>,
+        commands: Receiver<Command>,
+        jobs: Sender<Job>,
+        step: LoweredStep,
+        max_num_seqs: usize,
+    ) -> Self {
+        let outcome = StepOutcome {
+            step: 0,
+            sequences: Vec::with_capacity(max_num_seqs),
+            tokens: Vec::with_capacity(max_num_seqs),
+        };
+        let greedy = vec![0; runner.max_logit_rows()];
+        Self {
+            core,
+            runner,
+            registry,
+            commands,
+            jobs,
+            clock: Instant::now(),
+            running: HashMap::new(),
+            packed: HashMap::new(),
+            preloaded: HashMap::new(),
+            sources: HashMap::new(),
+            waiters: HashMap::new(),
+            failures: HashMap::new(),
+            plan: StepPlan::default(),
+            step,
+            outcome,
+            greedy,
+            scratch: SamplerScratch::default(),
+            effects: Vec::new(),
+        }
+    }
+
+    /// Runs until told to stop or until every handle is gone.
+    pub(crate) fn run(&mut self) {
+        loop {
+            let mut ran = false;
+            loop {
+                match self.commands.try_recv() {
+                    Ok(Command::Shutdown) | Err(TryRecvError::Disconnected) => return,
+                    Ok(command) => self.handle(command),
+                    Err(TryRecvError::Empty) => break,
+                }
+            }
+            if self.core.plan(self.now(), &mut self.plan) {
+                ran = true;
+                self.run_step();
+            }
+            self.carry_out_effects();
+            if !ran {
+                match self.commands.recv() {
+                    Ok(Command::Shutdown) | Err(_) => return,
+                    Ok(command) => self.handle(command),
+                }
+            }
+        }
+    }
+
+    /// Ends everything that still runs, after the loop has ended or failed.
+    pub(crate) fn close(&mut self, why: &str) {
+        for (_, sequence) in self.running.drain() {
+            sequence.fail(EngineError::Stopped(why.to_owned()));
+        }
+    }
+
+    fn now(&self) -> Time {
+        Time(self.clock.elapsed().as_secs_f64())
+    }
+
+    fn handle(&mut self, command: Command) {
+        let now = self.now();
+        match command {
+            Command::Submit(sequences) => {
+                for (request, sequence) in sequences {
+                    self.running.insert(request.id, sequence);
+                    self.core.handle(now, Event::Submit(request));
+                }
+            }
+            Command::Abort(requests) => {
+                for request in requests {
+                    self.core.handle(now, Event::Abort(request));
+                }
+            }
+            Command::Register(read, reply) => self.register(*read, reply),
+            Command::Reread { registration, result } => {
+                let result = match result {
+                    Ok(reread) => {
+                        let bytes = reread.packed.bytes;
+                        self.packed.entry(reread.version).or_insert(reread.packed);
+                        Ok(LoadedAdapter { digest: reread.version, bytes })
+                    }
+                    Err(error) => Err(error.to_string()),
+                };
+                self.core.handle(now, Event::LoadFinished { registration, result });
+            }
+            Command::Unload { name, mode, reply } => self.unload(&name, mode, reply),
+            Command::Pin { name, pinned, reply } => match self.registry.resolve(&name) {
+                Ok(entry) => {
+                    let event = if pinned { Event::Pin(entry.registration) } else { Event::Unpin(entry.registration) };
+                    if pinned {
+                        self.wait(entry.registration, Waiter { name, reply });
+                    } else {
+                        let _ = reply.send(Ok(()));
+                    }
+                    self.core.handle(now, event);
+                }
+                Err(error) => drop(reply.send(Err(error))),
+            },
+            Command::Stats(reply) => drop(reply.send(Ok(self.core.stats()))),
+            Command::ResetPrefixCache(reply) => drop(reply.send(Ok(self.core.reset_prefix_cache()))),
+            Command::Shutdown => {}
+        }
+        self.carry_out_effects();
+    }
+
+    fn register(&mut self, read: ReadAdapter, reply: Reply<AdapterInfo>) {
+        let now = self.now();
+        match self.registry.check(&read.source, read.version) {
+            Err(error) => return drop(reply.send(Err(error))),
+            Ok(Some(existing)) => {
+                if let Some(id) = read.source.int_id {
+                    self.registry.add_id(&read.source.name, id);
+                }
+                return drop(reply.send(Ok(existing)));
+            }
+            Ok(None) => {}
+        }
+        let registration = self.core.next_registration();
+        let info = AdapterInfo {
+            name: read.source.name.clone(),
+            int_ids: read.source.int_id.into_iter().collect(),
+            path: read.source.path.clone(),
+            version: read.version,
+            report: read.report,
+        };
+        self.sources.insert(registration, (read.source, read.version));
+        let bytes = read.packed.bytes;
+        self.preloaded.insert(registration, (read.version, read.packed));
+        self.core.handle(now, Event::Register { registration, bytes });
+        self.core.handle(now, Event::Prefetch(registration));
+        self.carry_out_effects();
+        // Not ordered at once = no room now: it is registered, and will be read again when a request asks for it.
+        self.preloaded.remove(&registration);
+        if let Some(message) = self.failures.remove(&registration) {
+            self.core.handle(now, Event::Unload { registration, mode: UnloadMode::Abort });
+            return drop(reply.send(Err(EngineError::AdapterOperation { name: info.name, message })));
+        }
+        // Published only now: the name led to the old version until here (promise P7).
+        let replaced = self.registry.publish(Entry { info: info.clone(), registration });
+        if let Some(old) = replaced {
+            self.core.handle(now, Event::Unload { registration: old, mode: UnloadMode::Drain });
+        }
+        let _ = reply.send(Ok(info));
+    }
+
+    fn unload(&mut self, name: &str, mode: UnloadMode, reply: Reply<()>) {
+        match self.registry.resolve(name) {
+            Ok(entry) => {
+                self.registry.remove(name);
+                self.wait(entry.registration, Waiter { name: name.to_owned(), reply });
+                self.core.handle(self.now(), Event::Unload { registration: entry.registration, mode });
+            }
+            Err(error) => drop(reply.send(Err(error))),
+        }
+    }
+
+    fn wait(&mut self, registration: RegistrationId, waiter: Waiter) {
+        self.waiters.entry(registration).or_default().push(waiter);
+    }
+
+    fn answer(&mut self, registration: RegistrationId, failure: Option<String>) {
+        let waiters = self.waiters.remove(&registration).unwrap_or_default();
+        if waiters.is_empty()
+            && let Some(message) = &failure
+        {
+            self.failures.insert(registration, message.clone());
+        }
+        for Waiter { name, reply } in waiters {
+            let answer = match &failure {
+                None => Ok(()),
+                Some(message) => Err(EngineError::AdapterOperation { name, message: message.clone() }),
+            };
+            // The caller may have given up waiting.
+            let _ = reply.send(answer);
+        }
+    }
+
+    fn carry_out_effects(&mut self) {
+        // Carrying out a load order that is already satisfied brings further effects: repeat until there are none.
+        loop {
+            self.effects.extend(self.core.drain_effects());
+            if self.effects.is_empty() {
+                return;
+            }
+            let mut effects = std::mem::take(&mut self.effects);
+            for effect in effects.drain(..) {
+                self.carry_out(effect);
+            }
+            self.effects = effects;
+        }
+    }
+
+    fn carry_out(&mut self, effect: Effect) {
+        match effect {
+            Effect::Load { registration, .. } => self.order_load(registration),
+            Effect::Install { slot, digest } => {
+                if let Some(handle) = self.packed.get(&digest) {
+                    self.runner.install(slot.0, handle.clone());
+                }
+            }
+            Effect::Evict { slot, digest } => {
+                self.runner.remove(slot.0);
+                self.packed.remove(&digest);
+            }
+            Effect::LeaseBound(_) => {}
+            Effect::RequestFailed { request, reason } => {
+                if let Some(sequence) = self.running.remove(&request) {
+                    sequence.fail(EngineError::RequestFailed(reason));
+                }
+            }
+            Effect::Finished { request, reason } => {
+                if let Some(mut sequence) = self.running.remove(&request) {
+                    sequence.finish(reason);
+                }
+            }
+            Effect::Unloaded(registration) => {
+                self.sources.remove(&registration);
+                self.failures.remove(&registration);
+                self.answer(registration, None);
+            }
+            Effect::Resident(registration) => self.answer(registration, None),
+            Effect::RegistrationFailed { registration, message } => self.answer(registration, Some(message)),
+        }
+    }
+
+    fn order_load(&mut self, registration: RegistrationId) {
+        if let Some((digest, handle)) = self.preloaded.remove(&registration) {
+            let bytes = handle.bytes;
+            self.packed.entry(digest).or_insert(handle);
+            let result = Ok(LoadedAdapter { digest, bytes });
+            self.core.handle(self.now(), Event::LoadFinished { registration, result });
+            return;
+        }
+        let failure = match self.sources.get(&registration) {
+            Some((source, version)) => {
+                let job = Job { registration, source: source.clone(), expected: *version };
+                self.jobs.send(job).is_err().then_some("the loader thread is gone")
+            }
+            None => Some("the registration is unknown"),
+        };
+        if let Some(message) = failure {
+            let result = Err(message.to_owned());
+            self.core.handle(self.now(), Event::LoadFinished { registration, result });
+        }
+    }
+
+    fn run_step(&mut self) {
+        self.step.lower(&self.plan);
+        self.runner.forward(&self.step.batch);
+        self.outcome.step = self.plan.step;
+        self.outcome.sequences.clear();
+        self.outcome.tokens.clear();
+        for planned in &self.plan.sequences {
+            self.outcome.sequences.push(SequenceOutcome { request: Some(planned.request), ..SequenceOutcome::default() });
+        }
+        let wanted = self.step.sample_rows.len();
+        let chunk = self.runner.max_logit_rows();
+        for first in (0..wanted).step_by(chunk) {
+            self.sample_chunk(first, chunk.min(wanted - first));
+        }
+        self.core.commit(self.now(), &self.outcome);
+        self.deliver();
+    }
+
+    fn sample_chunk(&mut self, first: usize, count: usize) {
+        self.runner.logits(&self.step.batch, first, count);
+        self.runner.argmax(count, &mut self.greedy[..count]);
+        let logits = self.runner.read_logits(count);
+        let width = logits.len() / count;
+        for (offset, sample) in self.step.sample_rows[first..first + count].iter().enumerate() {
+            let planned = &self.plan.sequences[sample.sequence as usize];
+            let Some(sequence) = self.running.get_mut(&planned.request) else { continue };
+            let row = &logits[offset * width..(offset + 1) * width];
+            sequence.see_row(sample.position as usize, row, &mut self.scratch);
+            if !sample.samples {
+                continue;
+            }
+            sequence.set_cached_tokens(planned.cached_tokens as usize);
+            let token = if sequence.needs_logits() {
+                sequence.sample(row, &mut self.scratch)
+            } else {
+                sequence.accept_greedy(self.greedy[offset])
+            };
+            let outcome = &mut self.outcome.sequences[sample.sequence as usize];
+            outcome.first_token = self.outcome.tokens.len() as u32;
+            outcome.tokens = 1;
+            outcome.stopped = sequence.push_token(token);
+            self.outcome.tokens.push(token);
+        }
+    }
+
+    /// Sends what became certain. What finished is sent by the `Finished` effects of the commit.
+    fn deliver(&mut self) {
+        self.carry_out_effects();
+        for planned in &self.plan.sequences {
+            if let Some(sequence) = self.running.get_mut(&planned.request) {
+                sequence.flush();
+            }
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! Errors of the engine: each says what failed, with the value, and what to do.
+
+use std::path::PathBuf;
+
+use manylora_core::{CoreError, FailureReason};
+use manylora_kernels::KernelError;
+use manylora_model::{AdapterRefusal, ModelError};
+
+/// What can go wrong between a caller and the engine.
+#[derive(Debug, thiserror::Error)]
+pub enum EngineError {
+    /// An argument is out of range, of the wrong kind, or does not go with another one.
+    #[error("{0}")]
+    InvalidArgument(String),
+    /// A request names an adapter that is not on the shelf.
+    #[error("adapter `{name}` is not loaded; loaded: {loaded}")]
+    UnknownAdapter {
+        /// The name that was given.
+        name: String,
+        /// The names there are.
+        loaded: String,
+    },
+    /// The adapter was refused at load.
+    #[error(transparent)]
+    AdapterRefused(Box<AdapterRefusal>),
+    /// The name or the integer id is taken by other content.
+    #[error(
+        "{what} is already used by adapter `{existing}` of `{path}` (version {version}), and this one has other content; \
+         unload it first, give another name and id, or ask for replacement"
+    )]
+    AdapterConflict {
+        /// `name "x"` or `id 3`.
+        what: String,
+        /// Name of the adapter that holds it.
+        existing: String,
+        /// Where that came from.
+        path: PathBuf,
+        /// Its version.
+        version: String,
+    },
+    /// A request's adapter could not be made resident, or the request itself cannot run.
+    #[error("request failed: {0}")]
+    RequestFailed(#[from] FailureReason),
+    /// A pin, load or unload could not be carried out.
+    #[error("adapter `{name}`: {message}")]
+    AdapterOperation {
+        /// Which adapter.
+        name: String,
+        /// Why, with the numbers.
+        message: String,
+    },
+    /// The model, its tokenizer or its template.
+    #[error(transparent)]
+    Model(ModelError),
+    /// The backend.
+    #[error(transparent)]
+    Kernel(#[from] KernelError),
+    /// The engine's thread is gone: dropped, or stopped by a failure that is named.
+    #[error("the engine has stopped: {0}")]
+    Stopped(String),
+}
+
+impl From<ModelError> for EngineError {
+    fn from(error: ModelError) -> Self {
+        match error {
+            ModelError::Adapter(refusal) => Self::AdapterRefused(refusal),
+            other => Self::Model(other),
+        }
+    }
+}
+
+impl From<AdapterRefusal> for EngineError {
+    fn from(refusal: AdapterRefusal) -> Self {
+        Self::AdapterRefused(Box::new(refusal))
+    }
+}
+
+impl From<CoreError> for EngineError {
+    fn from(error: CoreError) -> Self {
+        Self::InvalidArgument(error.to_string())
+    }
+}

@@ -1,0 +1,40 @@
+//! Serve many LoRA adapters on one frozen base model: the engine, for embedding in any Rust program.
+//!
+//! [`Engine::start`] loads a base once and runs one engine thread. [`EngineHandle`] is `Clone + Send + Sync`:
+//! [`EngineHandle::load_adapter`] puts PEFT adapters on the shelf, [`EngineHandle::submit`] runs a prompt with any
+//! of them (or none) in the one continuous batch and returns a stream of deltas.
+//!
+//! ```no_run
+//! use manylora::{AdapterSource, Engine, EngineConfig, GenerateRequest};
+//!
+//! # fn main() -> Result<(), manylora::EngineError> {
+//! let engine = Engine::start(EngineConfig::new("path/to/base"))?;
+//! engine.load_adapter(AdapterSource::directory("sql", "path/to/adapter"))?;
+//! let mut stream = engine.submit(GenerateRequest::text("List all customers.").adapter("sql"))?;
+//! while let Some(delta) = stream.next_delta() {
+//!     print!("{}", delta?.text);
+//! }
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Reading order: [`config`], [`engine`] (the thread, its loop, the loader), [`registry`] (names), [`request`],
+//! [`stream`], [`sampler`].
+
+pub mod config;
+pub mod engine;
+pub mod error;
+pub mod registry;
+pub mod request;
+pub mod sampler;
+pub mod stream;
+
+pub use config::{DType, EngineConfig};
+pub use engine::{Engine, EngineHandle, EngineInfo, EngineStats};
+pub use error::EngineError;
+pub use manylora_core::sampling::LogprobsMode;
+pub use manylora_core::{FinishReason, SamplingParams, SchedulingPolicy, UnloadMode};
+pub use manylora_model as model;
+pub use registry::{AdapterInfo, AdapterSource};
+pub use request::{AdapterSelection, GenerateRequest, Prompt};
+pub use stream::{Delta, RequestStream, StopReason};

@@ -1,0 +1,157 @@
+//! The published name table: which names and integer ids lead to which registration.
+//!
+//! Readers are callers' threads; only the engine thread changes it, in one step after everything was validated
+//! (promise P7), so a name never leads to nothing while its adapter is being replaced.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::PathBuf;
+use std::sync::{Arc, PoisonError, RwLock};
+
+use manylora_core::{Digest, RegistrationId};
+use manylora_model::adapter::LoadReport;
+
+use crate::error::EngineError;
+
+/// Where an adapter comes from and what it is called.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AdapterSource {
+    /// Name that requests use.
+    pub name: String,
+    /// Integer id of vLLM's `LoRARequest`, if the caller keeps such ids.
+    pub int_id: Option<u64>,
+    /// PEFT folder.
+    pub path: PathBuf,
+    /// Whether other content under the same name replaces the old version for requests admitted from then on.
+    pub replace: bool,
+}
+
+impl AdapterSource {
+    /// A PEFT folder under a name.
+    pub fn directory(name: impl Into<String>, path: impl Into<PathBuf>) -> Self {
+        Self { name: name.into(), int_id: None, path: path.into(), replace: false }
+    }
+}
+
+/// What is known of a registered adapter.
+#[derive(Clone, Debug)]
+pub struct AdapterInfo {
+    /// Its name.
+    pub name: String,
+    /// Its integer ids (several when one content was given several).
+    pub int_ids: Vec<u64>,
+    /// Where it was loaded from.
+    pub path: PathBuf,
+    /// Its version: the digest of tensors and effective configuration.
+    pub version: Digest,
+    /// Its load report.
+    pub report: Arc<LoadReport>,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Entry {
+    pub(crate) info: AdapterInfo,
+    pub(crate) registration: RegistrationId,
+}
+
+/// Shared between callers and the engine thread.
+#[derive(Debug, Default)]
+pub(crate) struct Registry {
+    table: RwLock<Table>,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    by_name: BTreeMap<String, Entry>,
+    name_of_id: HashMap<u64, String>,
+}
+
+impl Registry {
+    fn read<T>(&self, f: impl FnOnce(&Table) -> T) -> T {
+        f(&self.table.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn write<T>(&self, f: impl FnOnce(&mut Table) -> T) -> T {
+        f(&mut self.table.write().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    pub(crate) fn resolve(&self, name: &str) -> Result<Entry, EngineError> {
+        self.get(name).ok_or_else(|| EngineError::UnknownAdapter {
+            name: name.to_owned(),
+            loaded: self.read(|table| {
+                let names: Vec<&str> = table.by_name.keys().take(20).map(String::as_str).collect();
+                if names.is_empty() { "none".to_owned() } else { names.join(", ") }
+            }),
+        })
+    }
+
+    pub(crate) fn get(&self, name: &str) -> Option<Entry> {
+        self.read(|table| table.by_name.get(name).cloned())
+    }
+
+    pub(crate) fn name_of_id(&self, id: u64) -> Option<String> {
+        self.read(|table| table.name_of_id.get(&id).cloned())
+    }
+
+    pub(crate) fn list(&self) -> Vec<AdapterInfo> {
+        self.read(|table| table.by_name.values().map(|entry| entry.info.clone()).collect())
+    }
+
+    /// Whether `source` may be registered with this content: Ok(Some) = the same content is there already.
+    pub(crate) fn check(&self, source: &AdapterSource, version: Digest) -> Result<Option<AdapterInfo>, EngineError> {
+        self.read(|table| {
+            if let Some(id) = source.int_id
+                && let Some(holder) = table.name_of_id.get(&id)
+                && let Some(entry) = table.by_name.get(holder)
+                && entry.info.version != version
+                && !(source.replace && *holder == source.name)
+            {
+                return Err(conflict(format!("id {id}"), &entry.info));
+            }
+            match table.by_name.get(&source.name) {
+                Some(entry) if entry.info.version == version => Ok(Some(entry.info.clone())),
+                Some(entry) if !source.replace => Err(conflict(format!("name `{}`", source.name), &entry.info)),
+                _ => Ok(None),
+            }
+        })
+    }
+
+    /// Publishes an entry; returns the registration that the name led to before.
+    pub(crate) fn publish(&self, entry: Entry) -> Option<RegistrationId> {
+        self.write(|table| {
+            let name = entry.info.name.clone();
+            for id in &entry.info.int_ids {
+                table.name_of_id.insert(*id, name.clone());
+            }
+            table.by_name.insert(name, entry).map(|old| old.registration)
+        })
+    }
+
+    /// Lets a further integer id lead to an adapter that is there.
+    pub(crate) fn add_id(&self, name: &str, id: u64) {
+        self.write(|table| {
+            if let Some(entry) = table.by_name.get_mut(name)
+                && !entry.info.int_ids.contains(&id)
+            {
+                entry.info.int_ids.push(id);
+                table.name_of_id.insert(id, name.to_owned());
+            }
+        });
+    }
+
+    pub(crate) fn remove(&self, name: &str) -> Option<Entry> {
+        self.write(|table| {
+            let entry = table.by_name.remove(name)?;
+            table.name_of_id.retain(|_, holder| holder != name);
+            Some(entry)
+        })
+    }
+}
+
+fn conflict(what: String, existing: &AdapterInfo) -> EngineError {
+    EngineError::AdapterConflict {
+        what,
+        existing: existing.name.clone(),
+        path: existing.path.clone(),
+        version: existing.version.to_string(),
+    }
+}

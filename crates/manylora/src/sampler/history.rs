@@ -1,0 +1,135 @@
+//! What a sequence has said so far, as far as its next token depends on it: penalties and bad words.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use manylora_core::CoreError;
+use manylora_core::sampling::SamplingParams;
+
+/// How often a token occurred.
+#[derive(Clone, Copy, Debug, Default)]
+struct Occurrences {
+    in_prompt: bool,
+    in_output: u32,
+}
+
+/// The three penalties, and the tokens that they apply to.
+#[derive(Clone, Debug)]
+pub(super) struct Penalties {
+    repetition: f32,
+    frequency: f32,
+    presence: f32,
+    seen: BTreeMap<u32, Occurrences>,
+}
+
+impl Penalties {
+    /// None when no penalty has an effect.
+    pub(super) fn new(params: &SamplingParams, prompt: &[u32]) -> Option<Self> {
+        if !params.has_penalties() {
+            return None;
+        }
+        // A positive number can round to 0 or infinity on its way to f32, and neither may meet a logit of 0.
+        let repetition = (params.repetition_penalty as f32).clamp(f32::MIN_POSITIVE, f32::MAX);
+        let mut seen = BTreeMap::new();
+        if repetition != 1.0 {
+            seen.extend(prompt.iter().map(|&token| (token, Occurrences { in_prompt: true, in_output: 0 })));
+        }
+        let (frequency, presence) = (params.frequency_penalty as f32, params.presence_penalty as f32);
+        Some(Self { repetition, frequency, presence, seen })
+    }
+
+    pub(super) fn count(&mut self, token: u32) {
+        let occurrences = self.seen.entry(token).or_default();
+        occurrences.in_output = occurrences.in_output.saturating_add(1);
+    }
+
+    /// Repetition first, over prompt and output; then frequency and presence, over the output.
+    pub(super) fn apply(&self, logits: &mut [f32]) {
+        for (&token, occurrences) in &self.seen {
+            let Some(logit) = logits.get_mut(token as usize) else { continue };
+            if occurrences.in_prompt || occurrences.in_output > 0 {
+                *logit = if *logit > 0.0 { *logit / self.repetition } else { *logit * self.repetition };
+            }
+            if occurrences.in_output > 0 {
+                *logit -= self.frequency * occurrences.in_output as f32;
+                *logit -= self.presence;
+            }
+        }
+    }
+}
+
+/// Token sequences that must not be completed by the output.
+#[derive(Clone, Debug, Default)]
+pub(super) struct BadWords {
+    single: Vec<u32>,
+    longer: Vec<Vec<u32>>,
+    /// The end of the output, as long as the longest sequence without its last token.
+    recent: Vec<u32>,
+    longest_prefix: usize,
+}
+
+impl BadWords {
+    pub(super) fn new(sequences: &[Vec<u32>]) -> Self {
+        let mut words = Self::default();
+        for sequence in sequences {
+            match sequence.as_slice() {
+                [] => {}
+                [token] => words.single.push(*token),
+                _ => {
+                    words.longest_prefix = words.longest_prefix.max(sequence.len() - 1);
+                    words.longer.push(sequence.clone());
+                }
+            }
+        }
+        words
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.single.is_empty() && self.longer.is_empty()
+    }
+
+    pub(super) fn record(&mut self, token: u32) {
+        if self.longest_prefix == 0 {
+            return;
+        }
+        if self.recent.len() == self.longest_prefix {
+            self.recent.remove(0);
+        }
+        self.recent.push(token);
+    }
+
+    /// The tokens that would complete a word now.
+    pub(super) fn banned(&self) -> impl Iterator<Item = u32> {
+        let completing = self.longer.iter().filter_map(|word| {
+            let (last, prefix) = word.split_last()?;
+            self.recent.ends_with(prefix).then_some(*last)
+        });
+        self.single.iter().copied().chain(completing)
+    }
+}
+
+/// The token sequences that stand for bad words: each word as it stands at the start of a text and, where the tokenizer
+/// makes that something else, as it stands after a space.
+///
+/// `encode` gives a text's tokens without special tokens.
+pub fn bad_word_sequences(
+    words: &[String],
+    mut encode: impl FnMut(&str) -> Vec<u32>,
+) -> Result<Vec<Vec<u32>>, CoreError> {
+    let mut sequences = BTreeSet::new();
+    for word in words {
+        let bare = word.trim_start();
+        let at_start = encode(bare);
+        if at_start.is_empty() {
+            return Err(CoreError::InvalidArgument {
+                parameter: "bad_words",
+                message: format!("bad_words entries must tokenize to at least one token, got {word:?}."),
+            });
+        }
+        let after_space = encode(&format!(" {bare}"));
+        if !after_space.is_empty() {
+            sequences.insert(after_space);
+        }
+        sequences.insert(at_start);
+    }
+    Ok(sequences.into_iter().collect())
+}

@@ -1,0 +1,275 @@
+//! Drawing a token from a row of logits under min_p, top_k and top_p, without sorting the vocabulary.
+//!
+//! min_p and top_k are thresholds on the logit: the first is known from the maximum, the second comes from a partial
+//! selection. Only what passes both is gathered. top_p needs the mass of the most likely tokens: over the whole row a
+//! histogram of mass by logit tells which tokens to gather, and the exact boundary is found among those by bisection
+//! over partial selections. One uniform number then picks a token by inverting the cumulative mass of what is left.
+
+use std::cmp::Ordering;
+
+use super::arithmetic::{BLOCK, block_mass, block_weights, exp, maximum};
+
+/// Values that are looked at together: most chunks hold nothing of interest, and saying so takes no branch.
+const CHUNK: usize = 16;
+/// Up to this many candidates, sorting is cheaper than selecting.
+const SORTED: usize = 256;
+/// Buckets of the mass histogram per unit of the exponent.
+const BUCKETS_PER_UNIT: f32 = 16.0;
+/// Enough for every exponent whose weight is not 0.
+const BUCKETS: usize = 88 * BUCKETS_PER_UNIT as usize;
+
+/// A token that may be drawn.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Candidate {
+    pub(super) logit: f32,
+    /// Its probability relative to that of the most likely token.
+    weight: f32,
+    pub(super) token: u32,
+}
+
+impl Candidate {
+    /// Most likely first; of equally likely ones the lowest id first.
+    fn order(&self, other: &Self) -> Ordering {
+        other.logit.total_cmp(&self.logit).then(self.token.cmp(&other.token))
+    }
+}
+
+/// Temperature and the three filters of a random request.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Filters {
+    pub(super) inverse_temperature: f32,
+    /// ln(min_p), minus infinity when off.
+    pub(super) min_p_logarithm: f32,
+    pub(super) top_k: Option<usize>,
+    /// 1 when off.
+    pub(super) top_p: f64,
+}
+
+/// Memory that one draw after the other uses.
+#[derive(Clone, Debug, Default)]
+pub(super) struct SelectionScratch {
+    candidates: Vec<Candidate>,
+    values: Vec<f32>,
+    /// Of blocks of the row, or of the histogram's buckets.
+    masses: Vec<f64>,
+}
+
+impl SelectionScratch {
+    pub(super) fn for_vocabulary(vocab_size: usize) -> Self {
+        Self {
+            candidates: Vec::with_capacity(SORTED),
+            values: Vec::with_capacity(4 * SORTED),
+            masses: Vec::with_capacity(vocab_size.div_ceil(BLOCK).max(BUCKETS)),
+        }
+    }
+
+    /// Memory for [`kth_largest`].
+    pub(super) fn values(&mut self) -> &mut Vec<f32> {
+        &mut self.values
+    }
+}
+
+fn count(chunk: &[f32], condition: impl Fn(&f32) -> bool) -> u32 {
+    chunk.iter().map(|value| u32::from(condition(value))).sum()
+}
+
+/// The `k`-th largest value of a row (k >= 1); minus infinity when fewer than `k` values are above it. NaN never counts.
+pub(super) fn kth_largest(logits: &[f32], k: usize, values: &mut Vec<f32>) -> f32 {
+    let descending = |a: &f32, b: &f32| b.total_cmp(a);
+    let capacity = 2 * k + 4 * CHUNK;
+    let mut threshold = f32::NEG_INFINITY;
+    values.clear();
+    // Once `values` holds k values that are at least `threshold`, no smaller or equal one can change the answer.
+    for chunk in logits.chunks(CHUNK) {
+        if count(chunk, |&value| value > threshold) == 0 {
+            continue;
+        }
+        values.extend(chunk.iter().copied().filter(|&value| value > threshold));
+        if values.len() + CHUNK > capacity {
+            threshold = *values.select_nth_unstable_by(k - 1, descending).1;
+            values.truncate(k);
+        }
+    }
+    if values.len() < k { f32::NEG_INFINITY } else { *values.select_nth_unstable_by(k - 1, descending).1 }
+}
+
+impl Filters {
+    fn exponent(&self, logit: f32, top: f32) -> f32 {
+        // Equality first: infinity minus infinity is not a number.
+        if logit == top { 0.0 } else { (logit - top) * self.inverse_temperature }
+    }
+
+    /// Gathers, in the order of their ids, the tokens with a weight above 0, a logit of at least `threshold` and an
+    /// exponent of at least `lowest_exponent`.
+    fn gather(&self, logits: &[f32], top: f32, threshold: f32, lowest_exponent: f32, candidates: &mut Vec<Candidate>) {
+        let passes = |&logit: &f32| logit >= threshold && self.exponent(logit, top) >= lowest_exponent;
+        candidates.clear();
+        for (index, chunk) in logits.chunks(CHUNK).enumerate() {
+            if count(chunk, passes) == 0 {
+                continue;
+            }
+            for (offset, &logit) in chunk.iter().enumerate().filter(|(_, logit)| passes(logit)) {
+                let weight = exp(self.exponent(logit, top));
+                if weight > 0.0 {
+                    candidates.push(Candidate { logit, weight, token: (index * CHUNK + offset) as u32 });
+                }
+            }
+        }
+    }
+
+    /// Gathers what all filters leave. False when the row has no logit above minus infinity.
+    fn support(&self, logits: &[f32], scratch: &mut SelectionScratch) -> bool {
+        let SelectionScratch { candidates, values, masses } = scratch;
+        let top = maximum(logits);
+        if top == f32::NEG_INFINITY {
+            return false;
+        }
+        let threshold = match self.top_k {
+            // All others are infinitely less likely.
+            _ if top == f32::INFINITY => top,
+            Some(k) if k < logits.len() => kth_largest(logits, k, values),
+            _ => f32::NEG_INFINITY,
+        };
+        let mut lowest_exponent = self.min_p_logarithm;
+        let mut total = None;
+        if self.top_p < 1.0 && threshold == f32::NEG_INFINITY && lowest_exponent == f32::NEG_INFINITY {
+            let (row_total, exponent) = self.nucleus_exponent(logits, top, masses);
+            (total, lowest_exponent) = (Some(row_total), exponent);
+        }
+        self.gather(logits, top, threshold, lowest_exponent, candidates);
+        if self.top_p < 1.0 {
+            let total = total.unwrap_or_else(|| mass_of(candidates));
+            let kept = boundary_by_bisection(candidates, self.top_p * total);
+            candidates.truncate(kept);
+        }
+        true
+    }
+
+    /// The row's mass, and an exponent such that the tokens with at least it have `top_p` of that mass: the lower end
+    /// of the bucket that the boundary falls into.
+    fn nucleus_exponent(&self, logits: &[f32], top: f32, masses: &mut Vec<f64>) -> (f64, f32) {
+        masses.clear();
+        masses.resize(BUCKETS, 0.0);
+        for block in logits.chunks(BLOCK) {
+            let weights = block_weights(block, top, self.inverse_temperature);
+            for (&logit, weight) in block.iter().zip(weights) {
+                if weight > 0.0 {
+                    let bucket = (top - logit) * self.inverse_temperature * BUCKETS_PER_UNIT;
+                    masses[(bucket as usize).min(BUCKETS - 1)] += f64::from(weight);
+                }
+            }
+        }
+        let total: f64 = masses.iter().sum();
+        let mut sum = 0.0;
+        let boundary = masses.iter().position(|mass| {
+            sum += mass;
+            sum >= self.top_p * total
+        });
+        let lowest = boundary.map_or(f32::NEG_INFINITY, |bucket| -((bucket + 1) as f32) / BUCKETS_PER_UNIT);
+        (total, lowest)
+    }
+
+    /// Masses of the row's blocks; returns their sum.
+    fn block_masses(&self, logits: &[f32], top: f32, masses: &mut Vec<f64>) -> f64 {
+        masses.clear();
+        masses.extend(logits.chunks(BLOCK).map(|block| block_mass(block, top, self.inverse_temperature)));
+        masses.iter().sum()
+    }
+
+    /// Draws a token with a uniform number in [0, 1); None when the row has no logit above minus infinity.
+    pub(super) fn draw(&self, logits: &[f32], uniform: f64, scratch: &mut SelectionScratch) -> Option<u32> {
+        let open = self.top_k.is_none_or(|k| k >= logits.len()) && self.top_p >= 1.0;
+        if open && self.min_p_logarithm == f32::NEG_INFINITY {
+            let top = maximum(logits);
+            if top.is_finite() {
+                return Some(self.draw_from_whole_row(logits, top, uniform, &mut scratch.masses));
+            }
+        }
+        if !self.support(logits, scratch) {
+            return None;
+        }
+        let candidates = &scratch.candidates;
+        let total = mass_of(candidates);
+        let target = uniform * total;
+        let mut sum = 0.0;
+        let chosen = candidates.iter().find(|candidate| {
+            sum += f64::from(candidate.weight);
+            sum > target
+        });
+        chosen.or(candidates.last()).map(|candidate| candidate.token)
+    }
+
+    fn draw_from_whole_row(&self, logits: &[f32], top: f32, uniform: f64, masses: &mut Vec<f64>) -> u32 {
+        let target = uniform * self.block_masses(logits, top, masses);
+        let (mut block, mut sum, mut before) = (0, 0.0, 0.0);
+        for (index, &mass) in masses.iter().enumerate() {
+            if mass > 0.0 {
+                (block, sum) = (index, before);
+            }
+            before += mass;
+            if before > target {
+                break;
+            }
+        }
+        // The lanes of a block's mass round differently from this sum, so the target can lie behind the last token.
+        let first = block * BLOCK;
+        let mut chosen = first;
+        for (token, &logit) in (first..).zip(logits[first..].iter().take(BLOCK)) {
+            let weight = f64::from(exp((logit - top) * self.inverse_temperature));
+            if weight > 0.0 {
+                chosen = token;
+                sum += weight;
+                if sum > target {
+                    break;
+                }
+            }
+        }
+        chosen as u32
+    }
+
+    /// What can be drawn, with probabilities, by token id.
+    pub(super) fn probabilities(&self, logits: &[f32], scratch: &mut SelectionScratch) -> Option<Vec<(u32, f64)>> {
+        if !self.support(logits, scratch) {
+            return None;
+        }
+        let total = mass_of(&scratch.candidates);
+        let share = |candidate: &Candidate| (candidate.token, f64::from(candidate.weight) / total);
+        let mut probabilities: Vec<_> = scratch.candidates.iter().map(share).collect();
+        probabilities.sort_unstable_by_key(|&(token, _)| token);
+        Some(probabilities)
+    }
+}
+
+fn mass_of(candidates: &[Candidate]) -> f64 {
+    candidates.iter().map(|candidate| f64::from(candidate.weight)).sum()
+}
+
+/// How many of the sorted candidates have the needed mass together; None when all of them have less.
+fn prefix_with_mass(sorted: &[Candidate], needed: f64) -> Option<usize> {
+    let mut sum = 0.0;
+    sorted
+        .iter()
+        .position(|candidate| {
+            sum += f64::from(candidate.weight);
+            sum >= needed
+        })
+        .map(|last| last + 1)
+}
+
+/// Moves the fewest most likely candidates with the needed mass to the front and returns their number (at least 1).
+fn boundary_by_bisection(candidates: &mut [Candidate], mut needed: f64) -> usize {
+    let (mut start, mut end) = (0, candidates.len());
+    while end - start > SORTED {
+        let middle = start + (end - start) / 2;
+        candidates[start..end].select_nth_unstable_by(middle - start, Candidate::order);
+        let mass = mass_of(&candidates[start..middle]);
+        if mass >= needed {
+            end = middle;
+        } else {
+            needed -= mass;
+            start = middle;
+        }
+    }
+    candidates[start..end].sort_unstable_by(Candidate::order);
+    start + prefix_with_mass(&candidates[start..end], needed).unwrap_or(end - start)
+}

@@ -1,0 +1,220 @@
+//! A request's stream of deltas: usable from a plain thread (blocking iterator) and from async code (`Stream`).
+
+use std::collections::VecDeque;
+use std::pin::Pin;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
+
+use manylora_core::FinishReason;
+
+use crate::error::EngineError;
+use crate::sampler::TokenLogprobs;
+
+/// What made a request stop.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum StopReason {
+    /// One of `stop_token_ids`.
+    Token(u32),
+    /// One of the `stop` strings.
+    Text(String),
+}
+
+/// News of one sample of a request.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Delta {
+    /// Which of the `n` samples.
+    pub index: usize,
+    /// Text that became certain.
+    pub text: String,
+    /// New tokens.
+    pub token_ids: Vec<u32>,
+    /// Logprobs of the new tokens, if asked for.
+    pub logprobs: Vec<TokenLogprobs>,
+    /// Logprobs of prompt tokens 1.. (only in the first delta, if asked for).
+    pub prompt_logprobs: Option<Vec<TokenLogprobs>>,
+    /// Prompt tokens that came from the prefix cache.
+    pub cached_tokens: usize,
+    /// Set in the sample's last delta.
+    pub finish_reason: Option<FinishReason>,
+    /// What made it stop, if it was more than an end token.
+    pub stop_reason: Option<StopReason>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    queue: VecDeque<Result<Delta, EngineError>>,
+    open: usize,
+    waker: Option<Waker>,
+}
+
+/// The engine's end of the stream.
+#[derive(Clone, Debug)]
+pub(crate) struct StreamSender(Arc<Shared>);
+
+#[derive(Debug, Default)]
+struct Shared {
+    state: Mutex<State>,
+    ready: Condvar,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl StreamSender {
+    /// Delivers a delta. A finish reason closes that sample.
+    pub(crate) fn send(&self, delta: Delta) {
+        let mut state = self.0.lock();
+        if delta.finish_reason.is_some() {
+            state.open = state.open.saturating_sub(1);
+        }
+        state.queue.push_back(Ok(delta));
+        self.wake(state);
+    }
+
+    /// Ends the whole stream with an error.
+    pub(crate) fn fail(&self, error: EngineError) {
+        let mut state = self.0.lock();
+        if state.open > 0 {
+            state.open = 0;
+            state.queue.push_back(Err(error));
+        }
+        self.wake(state);
+    }
+
+    fn wake(&self, mut state: MutexGuard<'_, State>) {
+        let waker = state.waker.take();
+        drop(state);
+        self.0.ready.notify_one();
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+}
+
+/// The reader's end: deltas of all samples in the order they were produced. Dropping it aborts what still runs.
+pub struct RequestStream {
+    shared: Arc<Shared>,
+    prompt_token_ids: Arc<Vec<u32>>,
+    on_drop: Option<Box<dyn FnOnce() + Send + Sync>>,
+}
+
+impl std::fmt::Debug for RequestStream {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("RequestStream").field("prompt_tokens", &self.prompt_token_ids.len()).finish_non_exhaustive()
+    }
+}
+
+/// Both ends of a stream of `samples` samples.
+pub(crate) fn channel(
+    samples: usize,
+    prompt_token_ids: Arc<Vec<u32>>,
+    on_drop: impl FnOnce() + Send + Sync + 'static,
+) -> (StreamSender, RequestStream) {
+    let shared = Arc::new(Shared { state: Mutex::new(State { open: samples, ..State::default() }), ..Shared::default() });
+    let stream = RequestStream { shared: Arc::clone(&shared), prompt_token_ids, on_drop: Some(Box::new(on_drop)) };
+    (StreamSender(shared), stream)
+}
+
+impl RequestStream {
+    /// The prompt as token ids.
+    pub fn prompt_token_ids(&self) -> &[u32] {
+        &self.prompt_token_ids
+    }
+
+    /// Waits for the next delta; None when all samples have finished.
+    pub fn next_delta(&mut self) -> Option<Result<Delta, EngineError>> {
+        let mut state = self.shared.lock();
+        loop {
+            if let Some(delta) = state.queue.pop_front() {
+                return Some(delta);
+            }
+            if state.open == 0 {
+                return None;
+            }
+            state = self.shared.ready.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// As [`Self::next_delta`], giving up after `timeout`: `Err(())` means that nothing came in time.
+    #[expect(clippy::result_unit_err, reason = "there is nothing to say about a timeout")]
+    pub fn next_timeout(&mut self, timeout: Duration) -> Result<Option<Result<Delta, EngineError>>, ()> {
+        let deadline = Instant::now() + timeout;
+        let mut state = self.shared.lock();
+        loop {
+            if let Some(delta) = state.queue.pop_front() {
+                return Ok(Some(delta));
+            }
+            if state.open == 0 {
+                return Ok(None);
+            }
+            let Some(left) = deadline.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) else {
+                return Err(());
+            };
+            state = self.shared.ready.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Stops the request now. Samples that still run end with [`FinishReason::Abort`].
+    pub fn abort(&mut self) {
+        if let Some(on_drop) = self.on_drop.take() {
+            on_drop();
+        }
+    }
+
+    /// Reads to the end and returns the samples, each put together into one delta.
+    pub fn collect_all(&mut self) -> Result<Vec<Delta>, EngineError> {
+        let mut samples: Vec<Delta> = Vec::new();
+        while let Some(delta) = self.next_delta() {
+            let delta = delta?;
+            while samples.len() <= delta.index {
+                samples.push(Delta { index: samples.len(), ..Delta::default() });
+            }
+            let sample = &mut samples[delta.index];
+            sample.text.push_str(&delta.text);
+            sample.token_ids.extend(delta.token_ids);
+            sample.logprobs.extend(delta.logprobs);
+            sample.cached_tokens = sample.cached_tokens.max(delta.cached_tokens);
+            sample.prompt_logprobs = delta.prompt_logprobs.or(sample.prompt_logprobs.take());
+            sample.finish_reason = delta.finish_reason.or(sample.finish_reason);
+            sample.stop_reason = delta.stop_reason.or(sample.stop_reason.take());
+        }
+        Ok(samples)
+    }
+}
+
+impl Iterator for RequestStream {
+    type Item = Result<Delta, EngineError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        self.next_delta()
+    }
+}
+
+impl futures_core::Stream for RequestStream {
+    type Item = Result<Delta, EngineError>;
+
+    fn poll_next(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let mut state = self.shared.lock();
+        if let Some(delta) = state.queue.pop_front() {
+            return Poll::Ready(Some(delta));
+        }
+        if state.open == 0 {
+            return Poll::Ready(None);
+        }
+        state.waker = Some(context.waker().clone());
+        Poll::Pending
+    }
+}
+
+impl Drop for RequestStream {
+    fn drop(&mut self) {
+        let running = self.shared.lock().open > 0;
+        if running {
+            self.abort();
+        }
+    }
+}

@@ -1,0 +1,119 @@
+"""The engine behind `LLM`: adapters by `LoRARequest`, and the native object that does the work."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from manylora import _core, hub
+from manylora.engine_args import Settings
+from manylora.exceptions import ValidationError
+from manylora.lora.request import LoRARequest
+from manylora.sampling_params import SamplingParams
+
+logger = logging.getLogger("manylora")
+
+
+@dataclass
+class Request:
+    """One prompt as the native side reads it; exactly one of `text` and `token_ids` is set."""
+
+    text: str | None
+    add_special_tokens: bool
+    token_ids: list[int] | None
+    params: SamplingParams
+    adapters: list[tuple[str, float]]
+    priority: int
+    cache_salt: str | None
+
+
+class LLMEngine:
+    """Adapter administration with vLLM's names, on top of the native engine."""
+
+    def __init__(self, settings: Settings, core: _core.Engine):
+        self.settings = settings
+        self.core = core
+        # What the caller called it -> where it was found; a hub id is looked up once.
+        self._paths: dict[str, str] = {}
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter now.
+
+        Returns:
+            True: it is loaded, by this call or an earlier one with the same content.
+
+        Raises:
+            AdapterError: it was refused, or its name or id is in use for other content.
+        """
+        if not self.settings.enable_lora:
+            raise ValidationError(f"Got lora_request {lora_request} but LoRA is not enabled!")
+        record = self.core.load_adapter(
+            lora_request.lora_name,
+            lora_request.lora_int_id,
+            self._path(lora_request.lora_path),
+            lora_request.load_inplace,
+        )
+        for warning in json.loads(record.report).get("warnings", []):
+            logger.warning("adapter `%s`: %s", record.name, warning)
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Unload the adapter with this integer id; requests that run with it finish first.
+
+        Returns:
+            Whether there was one.
+        """
+        record = self._by_id(lora_id)
+        if record is None:
+            return False
+        self.core.unload_adapter(record.name, "drain")
+        return True
+
+    def list_loras(self) -> set[int]:
+        """Return the integer ids of the loaded adapters."""
+        return {int_id for record in self.core.list_adapters() for int_id in record.int_ids}
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep the adapter with this integer id resident until it is removed.
+
+        Raises:
+            ValidationError: there is none.
+            AdapterError: no room may be pinned any more; the message has the numbers.
+        """
+        record = self._by_id(lora_id)
+        if record is None:
+            raise ValidationError(f"no adapter has the id {lora_id}; loaded ids: {sorted(self.list_loras())}")
+        self.core.pin_adapter(record.name, True)
+        return True
+
+    def ensure(self, lora_request: LoRARequest) -> str:
+        """Load the adapter of a request unless exactly it is loaded; return its name."""
+        if not lora_request.load_inplace:
+            path = self._path(lora_request.lora_path)
+            for record in self.core.list_adapters():
+                if (
+                    record.name == lora_request.lora_name
+                    and record.path == path
+                    and lora_request.lora_int_id in record.int_ids
+                ):
+                    return record.name
+        self.add_lora(lora_request)
+        return lora_request.lora_name
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters and levels of the scheduler, the KV cache and the adapter shelf."""
+        stats: dict[str, Any] = json.loads(self.core.stats())
+        return stats
+
+    def _by_id(self, lora_id: int) -> _core.AdapterRecord | None:
+        return next((record for record in self.core.list_adapters() if lora_id in record.int_ids), None)
+
+    def _path(self, path: str) -> str:
+        if path not in self._paths:
+            found = hub.resolve(path, hub.ADAPTER_FILES, what="adapter", token=self.settings.hf_token)
+            if not found.exists():
+                return str(found)
+            self._paths[path] = str(found)
+        return self._paths[path]

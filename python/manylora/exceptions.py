@@ -1,0 +1,81 @@
+"""Exceptions of ManyLoRA: every one derives from `ManyLoRAError`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+class ManyLoRAError(Exception):
+    """Base of all errors raised by this package."""
+
+
+class ValidationError(ManyLoRAError, ValueError):
+    """An argument is out of range, of the wrong type, or does not go with another one."""
+
+
+class UnknownAdapterError(ValidationError):
+    """A request names an adapter that is not loaded."""
+
+
+class AdapterError(ManyLoRAError):
+    """An adapter was refused, or an operation on it failed.
+
+    Attributes:
+        adapter: name of the adapter.
+        keys: the offending tensor or configuration keys (the first few when there are many).
+        reason: what is wrong, with the values, and what to do.
+        report: the load report as far as it came, or None.
+        kind: `invalid`, `not_found`, `forbidden`, `conflict` or `operation`.
+    """
+
+    def __init__(
+        self, adapter: str, keys: list[str], reason: str, report: dict[str, Any] | None = None, kind: str = "invalid"
+    ):
+        text = reason if adapter in reason else f"adapter `{adapter}`: {reason}"
+        if keys and not any(key in text for key in keys):
+            text += f" (keys: {', '.join(keys)})"
+        super().__init__(text)
+        self.adapter = adapter
+        self.keys = keys
+        self.reason = reason
+        self.report = report
+        self.kind = kind
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (self.adapter, self.keys, self.reason, self.report, self.kind))
+
+
+class AdapterNotFoundError(AdapterError, FileNotFoundError):
+    """The adapter's folder or files do not exist."""
+
+
+class AdapterConflictError(AdapterError, ValueError):
+    """The name or integer id is in use for other content."""
+
+
+class RequestError(ManyLoRAError):
+    """A request was accepted and could not be finished."""
+
+
+class ModelError(ManyLoRAError):
+    """The base model, its tokenizer or its template could not be used."""
+
+
+class ModelNotFoundError(ModelError, FileNotFoundError):
+    """The base model's folder or files do not exist."""
+
+
+class HubError(ManyLoRAError, OSError):
+    """A hub id could not be fetched: offline, gated, or not there."""
+
+
+class EngineStoppedError(ManyLoRAError, RuntimeError):
+    """The engine was closed, or its thread failed."""
+
+
+def refused(adapter: str, keys: list[str], reason: str, report: str | None, kind: str) -> AdapterError:
+    """Make the exception of a refused adapter; called by the native module."""
+    classes: dict[str, type[AdapterError]] = {"not_found": AdapterNotFoundError, "conflict": AdapterConflictError}
+    parsed = json.loads(report) if report else None
+    return classes.get(kind, AdapterError)(adapter, keys, reason, parsed, kind)

@@ -1,0 +1,210 @@
+"""`SamplingParams`: names, defaults, positional order and limits of vLLM's class."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from manylora import _core
+from manylora.exceptions import ValidationError
+
+logger = logging.getLogger("manylora")
+
+
+class RequestOutputKind(enum.Enum):
+    """Kept for compatibility: `LLM` always returns final outputs."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+# Fields that exist in vLLM and change results there: accepted at their default, refused when set.
+REFUSED_WHEN_SET: dict[str, tuple[Any, str]] = {
+    "watermarking": (None, "watermarking is not supported"),
+    "prompt_logprob_token_ids": (None, "use prompt_logprobs"),
+    "prompt_logprob_start": (None, "use prompt_logprobs"),
+    "logprob_token_ids": (None, "use logprobs"),
+    "flat_logprobs": (False, "logprobs are lists of dictionaries"),
+    "structured_outputs": (None, "structured output is not supported yet"),
+    "extra_args": (None, "there are no extensions to pass them to"),
+    "thinking_token_budget": (None, "there is no thinking budget"),
+    "repetition_detection": (None, "repetition is not detected; use penalties"),
+    "routed_experts_prompt_start": (0, "mixture-of-experts models are not supported yet"),
+    "trace_decode_token_ids": (None, "tracing of tokens is not supported"),
+}
+# Fields that only change speed or delivery: accepted whatever they are.
+WITHOUT_EFFECT = {"output_kind": RequestOutputKind.CUMULATIVE, "stream_interval": None, "skip_clone": False}
+
+
+def _string_list(name: str, value: str | Sequence[str] | None) -> list[str]:
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [value]
+    values = list(value)
+    for item in values:
+        if not isinstance(item, str):
+            raise ValidationError(f"{name} must be a string or a list of strings, got an item {item!r}")
+    return values
+
+
+def _integer_list(name: str, value: Sequence[int] | None) -> list[int]:
+    values = [] if value is None else list(value)
+    for item in values:
+        if isinstance(item, bool) or not isinstance(item, int) or item < 0 or item > 0xFFFF_FFFF:
+            raise ValidationError(f"{name} must be a list of token ids (integers from 0 up), got an item {item!r}")
+    return values
+
+
+def _count(name: str, value: Any) -> int | None:
+    if value is None or value is False:
+        return None
+    if value is True:
+        return 1
+    return _integer(name, value)
+
+
+def _integer(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValidationError(f"{name} must be an integer, got {value!r}")
+    if not -(2**31) <= value < 2**63:
+        raise ValidationError(f"{name} is out of range, got {value!r}")
+    return value
+
+
+def _size(name: str, value: Any, least: int = 0) -> int:
+    number = _integer(name, value)
+    if number < least:
+        raise ValidationError(f"{name} must be at least {least}, got {number}.")
+    return number
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValidationError(f"{name} must be a number, got {value!r}")
+    return float(value)
+
+
+class SamplingParams:
+    """How tokens are chosen; see vLLM's documentation of the class of the same name.
+
+    Raises:
+        ValidationError: a value is of the wrong type or out of range, or two values do not go together.
+    """
+
+    def __init__(
+        self,
+        n: int = 1,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        repetition_penalty: float = 1.0,
+        temperature: float = 1.0,
+        watermarking: Any = None,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+        ignore_eos: bool = False,
+        max_tokens: int | None = 16,
+        min_tokens: int = 0,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        prompt_logprob_token_ids: Any = None,
+        prompt_logprob_start: Any = None,
+        logprob_token_ids: Any = None,
+        flat_logprobs: bool = False,
+        detokenize: bool = True,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+        include_stop_str_in_output: bool = False,
+        output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE,
+        stream_interval: int | None = None,
+        skip_clone: bool = False,
+        structured_outputs: Any = None,
+        logit_bias: Mapping[int, float] | Mapping[str, float] | None = None,
+        allowed_token_ids: Sequence[int] | None = None,
+        extra_args: Mapping[str, Any] | None = None,
+        bad_words: Sequence[str] | None = None,
+        skip_reading_prefix_cache: bool | None = None,
+        thinking_token_budget: Any = None,
+        repetition_detection: Any = None,
+        routed_experts_prompt_start: int = 0,
+        trace_decode_token_ids: Any = None,
+    ):
+        given = dict(locals())
+        for name, (default, advice) in REFUSED_WHEN_SET.items():
+            if given[name] not in (default, None):
+                raise ValidationError(f"{name}={given[name]!r} is not supported: {advice}; leave it at {default!r}")
+        self.n = _size("n", n, 1)
+        self.presence_penalty = _number("presence_penalty", presence_penalty)
+        self.frequency_penalty = _number("frequency_penalty", frequency_penalty)
+        self.repetition_penalty = _number("repetition_penalty", repetition_penalty)
+        self.temperature = _number("temperature", temperature)
+        self.top_p = _number("top_p", top_p)
+        self.top_k = _integer("top_k", top_k)
+        self.min_p = _number("min_p", min_p)
+        self.seed = None if seed is None or seed == -1 else _integer("seed", seed)
+        self.stop = _string_list("stop", stop)
+        self.stop_token_ids = _integer_list("stop_token_ids", stop_token_ids)
+        self.ignore_eos = bool(ignore_eos)
+        self.max_tokens = None if max_tokens is None else _size("max_tokens", max_tokens, 1)
+        self.min_tokens = _size("min_tokens", min_tokens)
+        self.logprobs = _count("logprobs", logprobs)
+        self.prompt_logprobs = _count("prompt_logprobs", prompt_logprobs)
+        self.detokenize = bool(detokenize)
+        self.skip_special_tokens = bool(skip_special_tokens)
+        self.spaces_between_special_tokens = bool(spaces_between_special_tokens)
+        self.include_stop_str_in_output = bool(include_stop_str_in_output)
+        self.output_kind = output_kind
+        self.stream_interval = None if stream_interval is None else _size("stream_interval", stream_interval, 1)
+        self.skip_clone = skip_clone
+        self.logit_bias = self._bias(logit_bias)
+        self.allowed_token_ids = (
+            None if allowed_token_ids is None else _integer_list("allowed_token_ids", allowed_token_ids)
+        )
+        self.bad_words = _string_list("bad_words", bad_words)
+        self.skip_reading_prefix_cache = skip_reading_prefix_cache
+        for name, (default, _) in REFUSED_WHEN_SET.items():
+            setattr(self, name, default)
+        # The native side has the one set of rules; it returns warnings about values that were adjusted.
+        for warning in _core.check_sampling_params(self):
+            logger.warning(warning)
+
+    @staticmethod
+    def _bias(bias: Mapping[Any, float] | None) -> dict[int, float] | None:
+        if bias is None:
+            return None
+        converted = {}
+        for key, value in bias.items():
+            try:
+                token = int(key)
+            except (TypeError, ValueError):
+                raise ValidationError(f"logit_bias keys must be token ids, got {key!r}") from None
+            if token < 0 or token > 0xFFFF_FFFF:
+                raise ValidationError(f"logit_bias keys must be token ids from 0 up, got {key!r}")
+            converted[token] = min(100.0, max(-100.0, _number(f"logit_bias[{token}]", value)))
+        return converted
+
+    @classmethod
+    def from_optional(cls, **values: Any) -> SamplingParams:
+        """Make parameters from values of which None means the default."""
+        return cls(**{name: value for name, value in values.items() if value is not None})
+
+    def clone(self) -> SamplingParams:
+        """Return an independent copy."""
+        return copy.deepcopy(self)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SamplingParams) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if name not in REFUSED_WHEN_SET)
+        return f"SamplingParams({shown})"
