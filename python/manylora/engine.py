@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,8 +89,31 @@ class LLMEngine:
         self.core.pin_adapter(record.name, True)
         return True
 
-    def ensure(self, lora_request: LoRARequest) -> str:
-        """Load the adapter of a request unless exactly it is loaded; return its name."""
+    def ensure_all(self, lora_requests: Sequence[LoRARequest | None]) -> list[list[tuple[str, float]]]:
+        """Load the adapters of requests unless exactly they are loaded.
+
+        Returns:
+            Per request the adapters to run it with: (name, strength); none for the base.
+
+        Raises:
+            AdapterError: one was refused, or its name or id is in use for other content.
+        """
+        # Each distinct request once: `load_inplace` means one replacement, not one per prompt or step.
+        names: dict[tuple[str, int, str, bool], str] = {}
+        adapters: list[list[tuple[str, float]]] = []
+        for lora in lora_requests:
+            if lora is None:
+                adapters.append([])
+                continue
+            key = (lora.lora_name, lora.lora_int_id, lora.lora_path, lora.load_inplace)
+            if key not in names:
+                names[key] = self._ensure(lora)
+            adapters.append([(names[key], 1.0)])
+        return adapters
+
+    def _ensure(self, lora_request: LoRARequest) -> str:
+        if not self.settings.enable_lora:
+            raise ValidationError(f"Got lora_request {lora_request} but LoRA is not enabled!")
         if not lora_request.load_inplace:
             path = self._path(lora_request.lora_path)
             for record in self.core.list_adapters():

@@ -9,10 +9,11 @@ from pathlib import Path
 from manylora.exceptions import HubError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?\Z")
-MODEL_FILES = [
-    "*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt",
-]  # fmt: skip
-ADAPTER_FILES = ["*.json", "*.safetensors", "*.jinja", "README.md"]
+TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
+MODEL_FILES = [*TOKENIZER_FILES, "*.safetensors"]
+ADAPTER_FILES = ["*.json", "*.safetensors", "*.jinja"]
+# Second copies of the weights in other layouts.
+OTHER_LAYOUTS = ["original/*", "consolidated*.safetensors", "onnx/*", "openvino/*"]
 
 
 def local_path(path: str) -> Path | None:
@@ -60,9 +61,16 @@ def resolve(
     try:
         return Path(
             huggingface_hub.snapshot_download(
-                path, revision=revision, token=token, cache_dir=cache_dir, allow_patterns=patterns
+                path,
+                revision=revision,
+                token=token,
+                cache_dir=cache_dir,
+                allow_patterns=patterns,
+                ignore_patterns=OTHER_LAYOUTS,
             )
         )
+    except errors.HFValidationError as error:
+        raise HubError(f"{what} `{path}` is no local path and no valid hub id: {error}") from error
     except errors.GatedRepoError as error:
         raise HubError(f"{what} `{path}` is gated: accept its terms on the hub and give a token (hf_token)") from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:

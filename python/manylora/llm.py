@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 from tqdm.auto import tqdm
 
@@ -15,16 +15,23 @@ from manylora.engine import LLMEngine, Request
 from manylora.engine_args import Settings
 from manylora.exceptions import ValidationError
 from manylora.lora.request import LoRARequest
-from manylora.outputs import CompletionOutput, Logprob, RequestOutput
+from manylora.outputs import RequestOutput
+from manylora.pending import Pending, collect, output
+from manylora.prompts import ParsedPrompt, Prompt, add_special_tokens, as_json, as_list, parse, per_prompt, priority_of
 from manylora.sampling_params import SamplingParams
+from manylora.tokenizer import Tokenizer
 
 logger = logging.getLogger("manylora")
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
-Position = list[tuple[int, float, int]]
 
-# How long a wait inside native code may delay Ctrl-C, in seconds.
-PATIENCE = 0.1
+def _refused(name: str, reason: str) -> Callable[..., NoReturn]:
+    def method(*_: Any, **__: Any) -> NoReturn:
+        raise ValidationError(f"LLM.{name}() is not supported: {reason}")
+
+    method.__name__ = name
+    method.__qualname__ = f"LLM.{name}"
+    method.__doc__ = f"Not supported: {reason}."
+    return method
 
 
 class LLM:
@@ -47,6 +54,7 @@ class LLM:
         self.llm_engine = LLMEngine(self.settings, core)
         self._core = core
         self._ids = itertools.count()
+        self._pending: list[Pending] = []
         info = core.info()
         lines = [
             f"{info.backend}, {info.dtype}: weights {_bytes(info.weight_bytes)}, {info.kv_blocks} KV blocks of "
@@ -78,7 +86,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams | None] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: Sequence[LoRARequest | None] | LoRARequest | None = None,
@@ -104,16 +112,15 @@ class LLM:
             ValidationError: something about the call is wrong; nothing was run.
             AdapterError: an adapter was refused; nothing was run.
         """
-        if mm_processor_kwargs:
-            raise ValidationError("mm_processor_kwargs is not supported: models are text-only")
-        parsed = [_parse(prompt) for prompt in _as_list(prompts)]
-        add_special_tokens = _add_special_tokens(tokenization_kwargs, default=True)
-        return self._run(parsed, add_special_tokens, sampling_params, use_tqdm, lora_request, priority)
+        pending = self._enqueue_prompts(
+            prompts, sampling_params, lora_request, priority, tokenization_kwargs, mm_processor_kwargs
+        )
+        return self._finish(pending, use_tqdm)
 
     def chat(
         self,
         messages: Sequence[Any],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams | None] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: Sequence[LoRARequest | None] | LoRARequest | None = None,
         priority: int | Sequence[int] | None = None,
@@ -146,33 +153,91 @@ class LLM:
         Returns:
             One output per conversation, in input order.
         """
-        if mm_processor_kwargs:
-            raise ValidationError("mm_processor_kwargs is not supported: models are text-only")
-        if chat_template_content_format not in ("auto", "string", "openai"):
-            raise ValidationError(
-                f"chat_template_content_format must be auto, string or openai, got {chat_template_content_format!r}"
-            )
-        if add_generation_prompt and continue_final_message:
-            # vLLM's and transformers' rule; its defaults make this the caller's explicit wish to continue.
-            raise ValidationError("continue_final_message needs add_generation_prompt=False")
-        conversations = messages if messages and not isinstance(messages[0], Mapping) else [messages]
-        parsed = [
-            (
-                self._core.render_chat(
-                    json.dumps(conversation),
-                    tools=None if tools is None else json.dumps(tools),
-                    template=chat_template,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    kwargs=json.dumps(dict(chat_template_kwargs or {})),
-                ),
-                None,
-                None,
-            )
-            for conversation in conversations
-        ]
-        add_special_tokens = _add_special_tokens(tokenization_kwargs, default=False)
-        return self._run(parsed, add_special_tokens, sampling_params, use_tqdm, lora_request, priority)
+        pending = self._enqueue_chats(
+            messages,
+            sampling_params,
+            lora_request,
+            priority,
+            chat_template=chat_template,
+            chat_template_content_format=chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            tokenization_kwargs=tokenization_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
+        return self._finish(pending, use_tqdm)
+
+    def enqueue(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        lora_request: Sequence[LoRARequest | None] | LoRARequest | None = None,
+        priority: int | Sequence[int] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Start prompts as `generate` would, and return at once; `wait_for_completion` brings the outputs.
+
+        Args:
+            prompts: as in `generate`.
+            sampling_params: as in `generate`.
+            lora_request: as in `generate`.
+            priority: as in `generate`.
+            use_tqdm: for compatibility: `wait_for_completion` shows the progress.
+            tokenization_kwargs: as in `generate`.
+            mm_processor_kwargs: must be empty.
+
+        Returns:
+            The request ids, in input order.
+        """
+        pending = self._enqueue_prompts(
+            prompts, sampling_params, lora_request, priority, tokenization_kwargs, mm_processor_kwargs
+        )
+        self._pending += pending
+        return [item.request_id for item in pending]
+
+    def enqueue_chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        lora_request: Sequence[LoRARequest | None] | LoRARequest | None = None,
+        priority: int | Sequence[int] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        **chat_arguments: Any,
+    ) -> list[str]:
+        """Start conversations as `chat` would, and return at once.
+
+        Args:
+            messages: as in `chat`.
+            sampling_params: as in `chat`.
+            lora_request: as in `chat`.
+            priority: as in `chat`.
+            use_tqdm: for compatibility: `wait_for_completion` shows the progress.
+            **chat_arguments: the other arguments of `chat`.
+
+        Returns:
+            The request ids, in input order.
+        """
+        pending = self._enqueue_chats(messages, sampling_params, lora_request, priority, **chat_arguments)
+        self._pending += pending
+        return [item.request_id for item in pending]
+
+    def wait_for_completion(
+        self, output_type: type[RequestOutput] | None = None, *, use_tqdm: bool | Callable[..., Any] = True
+    ) -> list[RequestOutput]:
+        """Return the outputs of everything enqueued since the last call, in the order it was enqueued.
+
+        Args:
+            output_type: RequestOutput or None.
+            use_tqdm: as in `generate`.
+        """
+        if output_type not in (None, RequestOutput):
+            raise ValidationError(f"output_type must be RequestOutput, got {output_type!r}")
+        pending, self._pending = self._pending, []
+        return self._finish(pending, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling defaults of the model's generation_config.json."""
@@ -211,127 +276,127 @@ class LLM:
         """Forget cached prefixes; False if running requests still use some."""
         return self._core.reset_prefix_cache()
 
-    def _run(
+    beam_search = _refused("beam_search", "use generate with n > 1 and a temperature")
+    encode = _refused("encode", "this engine generates; it has no pooling models (get_tokenizer() has encode)")
+    embed = _refused("embed", "this engine generates; it has no pooling models")
+    classify = _refused("classify", "this engine generates; it has no pooling models")
+    score = _refused("score", "this engine generates; it has no pooling models")
+    reward = _refused("reward", "this engine generates; it has no pooling models")
+    sleep = _refused("sleep", "weights stay in memory; close() frees them")
+    wake_up = _refused("wake_up", "weights stay in memory")
+    collective_rpc = _refused("collective_rpc", "there are no workers")
+    apply_model = _refused("apply_model", "the model is not a Python object")
+    start_profile = _refused("start_profile", "use the system's profiler")
+    stop_profile = _refused("stop_profile", "use the system's profiler")
+    get_metrics = _refused("get_metrics", "llm_engine.stats() has the counters")
+
+    def _enqueue_prompts(
         self,
-        prompts: list[tuple[str | None, list[int] | None, str | None]],
-        add_special_tokens: bool,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: bool | Callable[..., Any],
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams | None] | None,
         lora_request: Sequence[LoRARequest | None] | LoRARequest | None,
         priority: int | Sequence[int] | None,
-    ) -> list[RequestOutput]:
+        tokenization_kwargs: Mapping[str, Any] | None,
+        mm_processor_kwargs: Mapping[str, Any] | None,
+    ) -> list[Pending]:
+        if mm_processor_kwargs:
+            raise ValidationError("mm_processor_kwargs is not supported: models are text-only")
+        parsed = [parse(prompt) for prompt in as_list(prompts)]
+        special = add_special_tokens(tokenization_kwargs, default=True)
+        return self._submit(parsed, special, sampling_params, lora_request, priority)
+
+    def _enqueue_chats(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams | None] | None,
+        lora_request: Sequence[LoRARequest | None] | LoRARequest | None,
+        priority: int | Sequence[int] | None,
+        *,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Pending]:
+        if mm_processor_kwargs:
+            raise ValidationError("mm_processor_kwargs is not supported: models are text-only")
+        if chat_template_content_format not in ("auto", "string", "openai"):
+            raise ValidationError(
+                f"chat_template_content_format must be auto, string or openai, got {chat_template_content_format!r}"
+            )
+        if add_generation_prompt and continue_final_message:
+            raise ValidationError("continue_final_message needs add_generation_prompt=False")
+        if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
+            raise ValidationError(
+                "messages must be a list of {'role': ..., 'content': ...} or a list of such lists, "
+                f"got {type(messages).__name__}"
+            )
+        conversations = messages if messages and not isinstance(messages[0], Mapping) else [messages]
+        parsed = [
+            ParsedPrompt(
+                self._core.render_chat(
+                    as_json("messages", conversation),
+                    tools=None if tools is None else as_json("tools", tools),
+                    template=chat_template,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    kwargs=as_json("chat_template_kwargs", dict(chat_template_kwargs or {})),
+                )
+            )
+            for conversation in conversations
+        ]
+        special = add_special_tokens(tokenization_kwargs, default=False)
+        return self._submit(parsed, special, sampling_params, lora_request, priority)
+
+    def _submit(
+        self,
+        prompts: list[ParsedPrompt],
+        special: bool,
+        sampling_params: SamplingParams | Sequence[SamplingParams | None] | None,
+        lora_request: Sequence[LoRARequest | None] | LoRARequest | None,
+        priority: int | Sequence[int] | None,
+    ) -> list[Pending]:
         count = len(prompts)
-        params = _per_prompt(sampling_params, count, "params", self.get_default_sampling_params)
-        loras = _per_prompt(lora_request, count, "lora_request", lambda: None)
-        priorities = _per_prompt(priority, count, "priority", lambda: 0)
+        params = per_prompt(sampling_params, count, "params", self.get_default_sampling_params)
+        loras = per_prompt(lora_request, count, "lora_request", lambda: None)
+        priorities = [priority_of(item) for item in per_prompt(priority, count, "priority", lambda: 0)]
         for item in params:
             if not isinstance(item, SamplingParams):
                 raise ValidationError(f"sampling_params must be SamplingParams, got {type(item).__name__}")
         for lora in loras:
             if lora is not None and not isinstance(lora, LoRARequest):
                 raise ValidationError(f"lora_request must be LoRARequest or None, got {type(lora).__name__}")
-            if lora is not None and not self.settings.enable_lora:
-                raise ValidationError(f"Got lora_request {lora} but LoRA is not enabled!")
-        # Each distinct request once: `load_inplace` means one replacement, not one per prompt or step.
-        names: dict[tuple[str, int, str, bool], str] = {}
-        adapters = []
-        for lora in loras:
-            if lora is None:
-                adapters.append([])
-                continue
-            key = (lora.lora_name, lora.lora_int_id, lora.lora_path, lora.load_inplace)
-            if key not in names:
-                names[key] = self.llm_engine.ensure(lora)
-            adapters.append([(names[key], 1.0)])
+        adapters = self.llm_engine.ensure_all(loras)
         requests = [
-            Request(text, add_special_tokens, tokens, params[i], adapters[i], _priority(priorities[i]), salt)
-            for i, (text, tokens, salt) in enumerate(prompts)
+            Request(prompt.text, special, prompt.token_ids, params[i], adapters[i], priorities[i], prompt.cache_salt)
+            for i, prompt in enumerate(prompts)
         ]
-        streams = self._core.submit(requests, stream=False)
-        outputs: list[RequestOutput | None] = [None] * count
-        with _progress(use_tqdm, count) as bar:
-            # Dropping a stream aborts its request: Ctrl-C leaves nothing running.
-            for index, samples in _collect(streams, [item.n for item in params]):
-                outputs[index] = self._output(prompts[index][0], streams[index], samples, loras[index])
-                bar.update(1)
-        return cast("list[RequestOutput]", outputs)
-
-    def _output(
-        self, text: str | None, stream: _core.Stream, samples: list[_core.Delta], lora: LoRARequest | None
-    ) -> RequestOutput:
-        prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-        completions = []
-        for sample in sorted(samples, key=lambda sample: sample.index):
-            if sample.prompt_logprobs is not None:
-                prompt_logprobs = [None, *self._logprobs(sample.prompt_logprobs)]
-            logprobs = self._logprobs(sample.logprobs) if sample.logprobs else None
-            completions.append(
-                CompletionOutput(
-                    index=sample.index,
-                    text=sample.text,
-                    token_ids=sample.token_ids,
-                    cumulative_logprob=sum(position[0][1] for position in sample.logprobs) if logprobs else None,
-                    logprobs=logprobs,
-                    finish_reason=sample.finish_reason,
-                    stop_reason=sample.stop_reason,
-                    lora_request=lora,
-                )
-            )
-        return RequestOutput(
-            request_id=str(next(self._ids)),
-            prompt=text,
-            prompt_token_ids=stream.prompt_token_ids(),
-            prompt_logprobs=prompt_logprobs,
-            outputs=completions,
-            finished=True,
-            lora_request=lora,
-            num_cached_tokens=samples[0].cached_tokens if samples else 0,
-        )
-
-    def _logprobs(self, positions: list[Position]) -> list[dict[int, Logprob]]:
-        ids = sorted({token for position in positions for token, _, _ in position})
-        texts = dict(zip(ids, self._core.token_texts(ids) or [None] * len(ids), strict=True))
+        try:
+            streams = self._core.submit(requests, stream=False)
+        except (TypeError, OverflowError) as error:
+            # A field of a SamplingParams that was changed after its checks.
+            raise ValidationError(f"sampling_params: {error.__cause__ or error}") from error
         return [
-            {token: Logprob(logprob, rank, texts[token]) for token, logprob, rank in position} for position in positions
+            Pending(str(next(self._ids)), stream, prompt.text, item.n, lora)
+            for stream, prompt, item, lora in zip(streams, prompts, params, loras, strict=True)
         ]
 
-
-class Tokenizer:
-    """The model's tokenizer: `encode`, `decode`, `eos_token_id`, `vocab_size`, and calling it as transformers' do."""
-
-    def __init__(self, core: _core.Engine):
-        self._core = core
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a text."""
-        return self._core.encode(text, add_special_tokens)
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Return the text of ids."""
-        return self._core.decode(list(token_ids), skip_special_tokens)
-
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        """Return `{"input_ids": [...]}`."""
-        return {"input_ids": self.encode(text, add_special_tokens)}
-
-    def apply_chat_template(
-        self, messages: list[dict[str, Any]], tokenize: bool = True, add_generation_prompt: bool = False, **kwargs: Any
-    ) -> str | list[int]:
-        """Render a conversation; with `tokenize` as ids."""
-        text = self._core.render_chat(
-            json.dumps(messages), add_generation_prompt=add_generation_prompt, kwargs=json.dumps(kwargs)
-        )
-        return self.encode(text, add_special_tokens=False) if tokenize else text
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """The end token."""
-        return self._core.eos_token_id()
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids."""
-        return self._core.tokenizer_size() or 0
+    def _finish(self, pending: list[Pending], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
+        outputs: dict[str, RequestOutput] = {}
+        try:
+            with _progress(use_tqdm, len(pending)) as bar:
+                for item, samples in collect(pending):
+                    outputs[item.request_id] = output(self._core, item, samples)
+                    bar.update(1)
+        except BaseException:
+            # Ctrl-C, or a request that failed: the others of the call must not run on unseen.
+            for item in pending:
+                item.stream.abort()
+            raise
+        return [outputs[item.request_id] for item in pending]
 
 
 class _LoadBar:
@@ -357,92 +422,6 @@ def _progress(use_tqdm: bool | Callable[..., Any], count: int) -> Any:
     if use_tqdm is False:
         return tqdm(total=count, disable=True)
     return maker(total=count, desc="Processed prompts", dynamic_ncols=True)
-
-
-def _collect(streams: list[_core.Stream], samples: list[int]) -> Iterator[tuple[int, list[_core.Delta]]]:
-    """Yield (index, samples) of each request as it finishes."""
-    open_streams = dict(enumerate(streams))
-    done: dict[int, list[_core.Delta]] = {index: [] for index in open_streams}
-    while open_streams:
-        patience = PATIENCE
-        for index, stream in list(open_streams.items()):
-            while len(done[index]) < samples[index]:
-                try:
-                    delta = stream.next(patience)
-                except TimeoutError:
-                    break
-                if delta is None:
-                    break
-                done[index].append(delta)
-            # Only the first open stream is worth waiting for; the others are looked at.
-            patience = 0.0
-            if len(done[index]) == samples[index]:
-                del open_streams[index]
-                yield index, done[index]
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    listed: list[Any] = list(prompts)
-    if listed and all(isinstance(item, int) and not isinstance(item, bool) for item in listed):
-        return [listed]
-    return listed
-
-
-def _parse(prompt: Any) -> tuple[str | None, list[int] | None, str | None]:
-    """Return (text, token ids, cache salt) of a prompt in any of its forms."""
-    if isinstance(prompt, str):
-        return prompt, None, None
-    if isinstance(prompt, Mapping):
-        for key in ("prompt_embeds", "multi_modal_data"):
-            if prompt.get(key):
-                raise ValidationError(f"prompts with `{key}` are not supported: models are text-only")
-        salt = prompt.get("cache_salt")
-        if salt is not None and (not isinstance(salt, str) or not salt):
-            raise ValidationError(f"cache_salt must be a non-empty string, got {salt!r}")
-        if prompt.get("prompt_token_ids") is not None:
-            return prompt.get("prompt"), _tokens(prompt["prompt_token_ids"]), salt
-        if isinstance(prompt.get("prompt"), str):
-            return prompt["prompt"], None, salt
-        raise ValidationError(f"a prompt dictionary needs `prompt` or `prompt_token_ids`, got keys {sorted(prompt)}")
-    if isinstance(prompt, Sequence):
-        return None, _tokens(prompt), None
-    raise ValidationError(f"a prompt must be text, token ids or a dictionary, got {type(prompt).__name__}")
-
-
-def _tokens(values: Any) -> list[int]:
-    tokens = list(values)
-    for token in tokens:
-        if isinstance(token, bool) or not isinstance(token, int):
-            raise ValidationError(f"token ids must be integers, got {token!r}")
-        if token < 0 or token > 0xFFFF_FFFF:
-            raise ValidationError(f"Token id {token} is out of vocabulary")
-    return tokens
-
-
-def _per_prompt(value: Any, count: int, name: str, default: Callable[[], Any]) -> list[Any]:
-    if value is None:
-        return [default() for _ in range(count)]
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        if len(value) != count:
-            raise ValidationError(f"The lengths of prompts ({count}) and {name} ({len(value)}) must be the same.")
-        return [default() if item is None else item for item in value]
-    return [value] * count
-
-
-def _priority(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValidationError(f"priority must be an integer, got {value!r}")
-    return value
-
-
-def _add_special_tokens(kwargs: Mapping[str, Any] | None, default: bool) -> bool:
-    given = dict(kwargs or {})
-    value = bool(given.pop("add_special_tokens", default))
-    if given:
-        raise ValidationError(f"tokenization_kwargs {sorted(given)} are not supported; only add_special_tokens is")
-    return value
 
 
 def _bytes(count: int) -> str:

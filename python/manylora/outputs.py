@@ -46,6 +46,19 @@ class CompletionOutput:
 
 
 @dataclass
+class RequestMetrics:
+    """When a request was submitted and when it was seen to have finished, as `time.time()` (to within 50 ms)."""
+
+    arrival_time: float
+    finished_time: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from submission to the end, waiting included."""
+        return self.finished_time - self.arrival_time
+
+
+@dataclass
 class RequestOutput:
     """A request with its samples. `lora_request` echoes the adapter; None is the base."""
 
@@ -55,7 +68,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None
     outputs: list[CompletionOutput]
     finished: bool
-    metrics: Any = None
+    metrics: RequestMetrics | None = None
     lora_request: LoRARequest | None = None
     encoder_prompt: str | None = None
     encoder_prompt_token_ids: list[int] | None = None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import enum
 import logging
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 from manylora import _core
@@ -40,12 +42,16 @@ REFUSED_WHEN_SET: dict[str, tuple[Any, str]] = {
 WITHOUT_EFFECT = {"output_kind": RequestOutputKind.CUMULATIVE, "stream_interval": None, "skip_clone": False}
 
 
+def _list(name: str, value: Any, of: str) -> list[Any]:
+    if isinstance(value, (bytes, Mapping)) or not isinstance(value, Iterable):
+        raise ValidationError(f"{name} must be {of}, got {value!r}")
+    return list(value)
+
+
 def _string_list(name: str, value: str | Sequence[str] | None) -> list[str]:
-    if value is None:
-        return []
-    if isinstance(value, str):
-        return [value]
-    values = list(value)
+    if value is None or isinstance(value, str):
+        return [] if value is None else [value]
+    values = _list(name, value, "a string or a list of strings")
     for item in values:
         if not isinstance(item, str):
             raise ValidationError(f"{name} must be a string or a list of strings, got an item {item!r}")
@@ -53,27 +59,35 @@ def _string_list(name: str, value: str | Sequence[str] | None) -> list[str]:
 
 
 def _integer_list(name: str, value: Sequence[int] | None) -> list[int]:
-    values = [] if value is None else list(value)
+    values = [] if value is None else _list(name, value, "a list of token ids")
     for item in values:
-        if isinstance(item, bool) or not isinstance(item, int) or item < 0 or item > 0xFFFF_FFFF:
+        if isinstance(item, bool) or not isinstance(item, Integral) or not 0 <= item < 2**32:
             raise ValidationError(f"{name} must be a list of token ids (integers from 0 up), got an item {item!r}")
-    return values
+    return [operator.index(item) for item in values]
+
+
+def _switch(name: str, value: Any) -> bool:
+    if not isinstance(value, (bool, int)) or value not in (0, 1):
+        raise ValidationError(f"{name} must be True or False, got {value!r}")
+    return bool(value)
 
 
 def _count(name: str, value: Any) -> int | None:
     if value is None or value is False:
         return None
-    if value is True:
-        return 1
-    return _integer(name, value)
+    number = 1 if value is True else _integer(name, value)
+    if not -1 <= number < 2**31:
+        raise ValidationError(f"{name} must be non-negative or -1, got {number}.")
+    return number
 
 
 def _integer(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise ValidationError(f"{name} must be an integer, got {value!r}")
-    if not -(2**31) <= value < 2**63:
+    number = operator.index(value)
+    if not -(2**63) <= number < 2**63:
         raise ValidationError(f"{name} is out of range, got {value!r}")
-    return value
+    return number
 
 
 def _size(name: str, value: Any, least: int = 0) -> int:
@@ -84,7 +98,7 @@ def _size(name: str, value: Any, least: int = 0) -> int:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise ValidationError(f"{name} must be a number, got {value!r}")
     return float(value)
 
@@ -139,7 +153,7 @@ class SamplingParams:
     ):
         given = dict(locals())
         for name, (default, advice) in REFUSED_WHEN_SET.items():
-            if given[name] not in (default, None):
+            if given[name] is not None and given[name] != default:
                 raise ValidationError(f"{name}={given[name]!r} is not supported: {advice}; leave it at {default!r}")
         self.n = _size("n", n, 1)
         self.presence_penalty = _number("presence_penalty", presence_penalty)
@@ -152,15 +166,15 @@ class SamplingParams:
         self.seed = None if seed is None or seed == -1 else _integer("seed", seed)
         self.stop = _string_list("stop", stop)
         self.stop_token_ids = _integer_list("stop_token_ids", stop_token_ids)
-        self.ignore_eos = bool(ignore_eos)
+        self.ignore_eos = _switch("ignore_eos", ignore_eos)
         self.max_tokens = None if max_tokens is None else _size("max_tokens", max_tokens, 1)
         self.min_tokens = _size("min_tokens", min_tokens)
         self.logprobs = _count("logprobs", logprobs)
         self.prompt_logprobs = _count("prompt_logprobs", prompt_logprobs)
-        self.detokenize = bool(detokenize)
-        self.skip_special_tokens = bool(skip_special_tokens)
-        self.spaces_between_special_tokens = bool(spaces_between_special_tokens)
-        self.include_stop_str_in_output = bool(include_stop_str_in_output)
+        self.detokenize = _switch("detokenize", detokenize)
+        self.skip_special_tokens = _switch("skip_special_tokens", skip_special_tokens)
+        self.spaces_between_special_tokens = _switch("spaces_between_special_tokens", spaces_between_special_tokens)
+        self.include_stop_str_in_output = _switch("include_stop_str_in_output", include_stop_str_in_output)
         self.output_kind = output_kind
         self.stream_interval = None if stream_interval is None else _size("stream_interval", stream_interval, 1)
         self.skip_clone = skip_clone
@@ -169,7 +183,11 @@ class SamplingParams:
             None if allowed_token_ids is None else _integer_list("allowed_token_ids", allowed_token_ids)
         )
         self.bad_words = _string_list("bad_words", bad_words)
-        self.skip_reading_prefix_cache = skip_reading_prefix_cache
+        self.skip_reading_prefix_cache = (
+            None
+            if skip_reading_prefix_cache is None
+            else _switch("skip_reading_prefix_cache", skip_reading_prefix_cache)
+        )
         for name, (default, _) in REFUSED_WHEN_SET.items():
             setattr(self, name, default)
         # The native side has the one set of rules; it returns warnings about values that were adjusted.
@@ -180,6 +198,8 @@ class SamplingParams:
     def _bias(bias: Mapping[Any, float] | None) -> dict[int, float] | None:
         if bias is None:
             return None
+        if not isinstance(bias, Mapping):
+            raise ValidationError(f"logit_bias must be a dictionary from token id to bias, got {bias!r}")
         converted = {}
         for key, value in bias.items():
             try:
@@ -188,7 +208,10 @@ class SamplingParams:
                 raise ValidationError(f"logit_bias keys must be token ids, got {key!r}") from None
             if token < 0 or token > 0xFFFF_FFFF:
                 raise ValidationError(f"logit_bias keys must be token ids from 0 up, got {key!r}")
-            converted[token] = min(100.0, max(-100.0, _number(f"logit_bias[{token}]", value)))
+            number = _number(f"logit_bias[{token}]", value)
+            if number != number:
+                raise ValidationError(f"logit_bias of token {token} must be a number, got NaN")
+            converted[token] = min(100.0, max(-100.0, number))
         return converted
 
     @classmethod

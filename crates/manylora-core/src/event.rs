@@ -223,6 +223,9 @@ pub struct SequenceOutcome {
 }
 
 /// Results of a planned step, in the plan's order.
+///
+/// A sequence that is missing counts as lost and is computed again. If a sampling sequence brings other than one token,
+/// or is lost, what a step that was planned already brings for it is void: its placeholder stood for another token.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct StepOutcome {
     /// Number of the step, as in the plan.

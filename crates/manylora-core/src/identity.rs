@@ -27,8 +27,9 @@ pub struct RegistrationId {
 #[derive(Clone, Copy, Debug, Default, PartialEq, PartialOrd, serde::Serialize, serde::Deserialize)]
 pub struct Time(pub f64);
 
-/// SHA-256 of content: of an adapter version, of the base, of a KV block's history.
+/// SHA-256 of content: of an adapter version, of the base, of a KV block's history. Written as 64 hexadecimal digits.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
+#[serde(into = "String", try_from = "String")]
 pub struct Digest(pub [u8; 32]);
 
 impl fmt::Display for Digest {
@@ -40,5 +41,28 @@ impl fmt::Display for Digest {
 impl fmt::Debug for Digest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Digest({self})")
+    }
+}
+
+impl From<Digest> for String {
+    fn from(digest: Digest) -> Self {
+        digest.to_string()
+    }
+}
+
+impl TryFrom<String> for Digest {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        let wrong = || format!("`{text}` is not a digest: 64 hexadecimal digits");
+        let digits: Vec<u32> = text.chars().map(|digit| digit.to_digit(16)).collect::<Option<_>>().ok_or_else(wrong)?;
+        let mut digest = [0; 32];
+        if digits.len() != 64 {
+            return Err(wrong());
+        }
+        for (byte, pair) in digest.iter_mut().zip(digits.chunks_exact(2)) {
+            *byte = (pair[0] * 16 + pair[1]) as u8;
+        }
+        Ok(Self(digest))
     }
 }

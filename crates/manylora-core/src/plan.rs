@@ -40,7 +40,7 @@ pub struct PlannedSequence {
     pub adapters: u32,
     /// Whether the last row's logits give the next token (the prompt is complete after this step).
     pub samples: bool,
-    /// Whether logits of all rows are wanted.
+    /// Whether logits of all rows are wanted. After a preemption in mid prompt, rows come again: keep them by position.
     pub all_logits: bool,
     /// Tokens of this sequence that were found in the prefix cache when it was admitted.
     pub cached_tokens: u32,

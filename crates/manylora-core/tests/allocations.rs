@@ -1,7 +1,6 @@
 //! A steady decode step (plan and commit, nobody starts, nobody ends) allocates nothing.
 
 #![expect(unsafe_code, reason = "a global allocator that counts")]
-#![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;

@@ -100,6 +100,9 @@ pub trait PackedAdapter: Send + Sync + 'static {
     fn bytes(&self) -> usize;
 }
 
+/// Writes the factors A and B of one site (by its index) as f32, row-major, to vectors that it first resizes.
+pub type FillFactors<'a> = dyn FnMut(usize, &mut Vec<f32>, &mut Vec<f32>) -> Result<(), KernelError> + 'a;
+
 /// The adapters a step can refer to, by slot.
 #[derive(Debug)]
 pub struct AdapterTable<A> {
@@ -185,7 +188,7 @@ pub trait Backend: Send + Sync + 'static {
         &self,
         sites: &[SiteShape],
         dtype: StorageType,
-        fill: &mut dyn FnMut(usize, &mut Vec<f32>, &mut Vec<f32>) -> Result<(), KernelError>,
+        fill: &mut FillFactors<'_>,
     ) -> Result<Self::Adapter, KernelError>;
 
     /// `out[row] = weight[tokens[row]]`, plus the deltas of adapters that touch `site`.

@@ -59,7 +59,9 @@ fn plans_of_every_kind() {
         let case = |rows, seed| Case::random(seed, rows, 67, &[48, 35, 20], dtype, &ranks);
         for rows in [1, 6, 13] {
             let mut one_adapter = case(rows, 1);
-            one_adapter.plan.iter_mut().for_each(|entries| entries.push((0, 1.0)));
+            for entries in &mut one_adapter.plan {
+                entries.push((0, 1.0));
+            }
             one_adapter.check(&backend);
 
             let mut distinct = case(rows, 2);

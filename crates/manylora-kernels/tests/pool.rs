@@ -8,6 +8,7 @@ use std::time::Duration;
 use manylora_kernels::cpu::{Pool, PoolOptions, SimdLevel};
 use proptest::prelude::*;
 
+#[expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 fn pool(threads: usize) -> Pool {
     Pool::new(PoolOptions { threads: Some(threads), ..PoolOptions::default() }).unwrap()
 }
@@ -134,7 +135,7 @@ proptest! {
         for part in 0..parts {
             let share = Pool::split(total, granularity, part, parts);
             prop_assert_eq!(share.start, next);
-            prop_assert!(share.start % granularity == 0 || share.start == total);
+            prop_assert!(share.start.is_multiple_of(granularity) || share.start == total);
             next = share.end;
             sizes.push(share.len().div_ceil(granularity));
         }

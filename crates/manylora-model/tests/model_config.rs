@@ -60,9 +60,7 @@ fn biases_by_family() {
 
 #[test]
 fn sliding_windows_by_family() {
-    let mistral = |window: Value| {
-        spec(with(json!({"architectures": ["MistralForCausalLM"]}), window)).windows
-    };
+    let mistral = |window: Value| spec(with(json!({"architectures": ["MistralForCausalLM"]}), window)).windows;
     assert_eq!(mistral(json!({"sliding_window": 8})), [Some(8), Some(8)]);
     assert_eq!(mistral(json!({"sliding_window": null})), [None, None]);
     assert_eq!(mistral(json!({})), [Some(4096), Some(4096)], "transformers' default of this class");
@@ -92,12 +90,7 @@ fn rotary_spellings_old_and_new() {
                         "original_max_position_embeddings": 128});
     assert_eq!(
         spec(json!({"rope_scaling": llama3})).rope.scaling,
-        RopeScaling::Llama3 {
-            factor: 8.0,
-            low_freq_factor: 1.0,
-            high_freq_factor: 4.0,
-            original_max_position: 128
-        }
+        RopeScaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_max_position: 128 }
     );
     assert_eq!(spec(json!({"rope_scaling": llama3})).max_position_embeddings, 512);
 }
@@ -235,17 +228,38 @@ fn any_json() -> impl Strategy<Value = Value> {
     leaf.prop_recursive(2, 8, 4, |inner| {
         prop_oneof![
             prop::collection::vec(inner.clone(), 0..3).prop_map(Value::from),
-            prop::collection::vec((prop::sample::select(KEYS.to_vec()), inner), 0..6)
-                .prop_map(|pairs| Value::Object(pairs.into_iter().map(|(key, value)| (key.to_owned(), value)).collect())),
+            prop::collection::vec((prop::sample::select(KEYS.to_vec()), inner), 0..6).prop_map(|pairs| Value::Object(
+                pairs.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
+            )),
         ]
     })
 }
 
 const KEYS: [&str; 24] = [
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "type",
-    "rope_type", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast",
-    "beta_slow", "attention_factor", "sliding_window", "layer_types", "max_position_embeddings", "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "type",
+    "rope_type",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "sliding_window",
+    "layer_types",
+    "max_position_embeddings",
+    "model_type",
 ];
 
 proptest! {

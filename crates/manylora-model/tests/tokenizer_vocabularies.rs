@@ -68,7 +68,9 @@ fn llama_cpp_vectors_are_met() {
         return;
     };
     // SentencePiece prefixes texts with a space that decoding takes away again.
-    for name in ["qwen2", "qwen35", "llama-bpe", "gpt-2", "starcoder", "refact", "command-r", "falcon", "llama-spm", "phi-3"] {
+    for name in
+        ["qwen2", "qwen35", "llama-bpe", "gpt-2", "starcoder", "refact", "command-r", "falcon", "llama-spm", "phi-3"]
+    {
         let path = folder.join(format!("ggml-vocab-{name}.gguf"));
         let tokenizer = from_file(&path);
         let read = |suffix: &str| std::fs::read_to_string(format!("{}{suffix}", path.display())).unwrap();

@@ -8,11 +8,11 @@ use manylora_core::{
 use crate::driver::{BLOCK_BYTES, Driver, Ending, config, digest, prompt};
 
 fn failure(driver: &Driver, registration: RegistrationId) -> String {
-    let messages = driver.effects.iter().filter_map(|effect| match effect {
+    let mut messages = driver.effects.iter().filter_map(|effect| match effect {
         Effect::RegistrationFailed { registration: one, message } if *one == registration => Some(message.clone()),
         _ => None,
     });
-    messages.last().unwrap_or_default()
+    messages.next_back().unwrap_or_default()
 }
 
 fn load_failure(driver: &Driver, request: RequestId) -> String {
@@ -91,7 +91,9 @@ fn a_24_a_hundred_first_uses_cause_one_load() {
 fn equal_content_is_resident_once() {
     let mut driver = Driver::new(config(64));
     let ids = [(); 3].map(|()| driver.register(2, 50));
-    ids.iter().for_each(|&id| driver.handle(Event::Prefetch(id)));
+    for id in ids {
+        driver.handle(Event::Prefetch(id));
+    }
     let stats = driver.core.stats();
     assert_eq!((stats.adapters.len(), stats.adapter_bytes, stats.loads), (1, 50, 3));
     driver.handle(Event::Unload { registration: ids[0], mode: UnloadMode::Drain });
@@ -274,7 +276,9 @@ fn a_51_draining_can_turn_into_aborting_and_a_load_is_waited_for() {
 fn a_52_adapters_do_not_touch_each_other() {
     let mut driver = Driver::new(config(64));
     let [alpha, beta] = [2, 3].map(|content| driver.register(content, 50));
-    [alpha, beta].iter().for_each(|&id| driver.handle(Event::Prefetch(id)));
+    for id in [alpha, beta] {
+        driver.handle(Event::Prefetch(id));
+    }
     driver.handle(Event::Unload { registration: alpha, mode: UnloadMode::Drain });
     let base = driver.submit(&prompt(1, 4), 5, &[]);
     let other = driver.submit(&prompt(1, 4), 5, &[beta]);
@@ -314,7 +318,9 @@ fn kv_blocks_and_adapters_give_way_to_each_other() {
     let limits = CoreConfig { max_model_len: 32, ..config(16) };
     let mut driver = Driver::new(limits);
     let adapters = [2, 3].map(|content| driver.register(content, 4 * BLOCK_BYTES));
-    adapters.iter().for_each(|&id| driver.handle(Event::Prefetch(id)));
+    for id in adapters {
+        driver.handle(Event::Prefetch(id));
+    }
     assert_eq!(driver.core.stats().total_blocks, 8);
     // Base traffic for twice as many blocks: nobody holds the adapters, so they go.
     let requests = [1, 2].map(|seed| driver.submit(&prompt(seed, 28), 4, &[]));

@@ -58,7 +58,7 @@ fn next_token(state: u64) -> u32 {
 }
 
 fn stops(token: u32) -> bool {
-    token % 41 == 0
+    token.is_multiple_of(41)
 }
 
 /// What a request must say.
@@ -261,9 +261,9 @@ impl Driver {
     fn end(&mut self, request: RequestId, ending: Ending) {
         let progress = self.requests.get_mut(&request).unwrap();
         assert_eq!(progress.ending, None, "{request:?} ended twice");
-        let limit = progress.request.max_tokens;
-        progress.output.truncate(limit);
         if let Some(wanted) = &progress.wanted {
+            // Tokens of a draft beyond the limit do not count.
+            progress.output.truncate(wanted.length_limit - wanted.prompt.len());
             let wanted = wanted.tokens();
             match ending {
                 Ending::Finished(FinishReason::Abort) | Ending::Failed(_) => {

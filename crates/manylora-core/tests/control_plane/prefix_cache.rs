@@ -84,7 +84,9 @@ fn a_42_load_order_does_not_matter_and_a_second_request_hits() {
         let mut driver = Driver::new(config(64));
         let mut ids: Vec<(u8, RegistrationId)> =
             order.iter().map(|&content| (content, driver.register(content, 50))).collect();
-        ids.iter().for_each(|&(_, id)| driver.handle(Event::Prefetch(id)));
+        for &(_, id) in &ids {
+            driver.handle(Event::Prefetch(id));
+        }
         ids.sort_unstable();
         ids.iter()
             .flat_map(|&(_, id)| [id, id])

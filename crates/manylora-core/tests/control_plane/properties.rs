@@ -221,7 +221,7 @@ impl World {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 600, failure_persistence: None, max_shrink_iters: 3000, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 3 * ProptestConfig::default().cases, failure_persistence: None, max_shrink_iters: 3000, ..ProptestConfig::default() })]
 
     #[test]
     fn everything_holds_under_any_interleaving(

@@ -294,9 +294,9 @@ fn outcomes_bring_none_or_several_tokens_and_steps_get_lost() {
             driver.plan();
         }
         if turn % 7 == 3 {
-            driver.lose()
+            driver.lose();
         } else {
-            driver.commit()
+            driver.commit();
         }
         driver.core.check_invariants().unwrap();
         turn += 1;

@@ -5,7 +5,7 @@
 
 use super::memory::{ALIGNMENT, AlignedVec};
 use super::pack::{PanelFormat, f32_to_bf16, pack_panel};
-use crate::backend::{PackedAdapter, StorageType};
+use crate::backend::{FillFactors, PackedAdapter, StorageType};
 use crate::error::KernelError;
 use crate::site::{Site, SiteShape};
 
@@ -65,7 +65,7 @@ impl CpuAdapter {
     pub(super) fn pack(
         sites: &[SiteShape],
         dtype: StorageType,
-        fill: &mut dyn FnMut(usize, &mut Vec<f32>, &mut Vec<f32>) -> Result<(), KernelError>,
+        fill: &mut FillFactors<'_>,
     ) -> Result<Self, KernelError> {
         let mut blob = AlignedVec::zeroed("an adapter", packed_adapter_bytes(sites, dtype))?;
         let table = sites.iter().map(|shape| shape.site.index() + 1).max().unwrap_or(0);

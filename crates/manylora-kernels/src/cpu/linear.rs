@@ -12,7 +12,7 @@ use super::CpuBackend;
 use super::adapter::CpuAdapter;
 use super::kernels::{MAX_PANELS, PanelJob, PanelRow, ShrinkJob, ShrinkRow, block_rows, panel_kernel, shrink_kernel};
 use super::level::SimdLevel;
-use super::memory::Buffer;
+use super::memory::{AlignedVec, Buffer};
 use super::pack::PanelFormat;
 use super::pool::Pool;
 use super::scratch::{Scratch, Segment};
@@ -25,10 +25,12 @@ use crate::site::Site;
 const MAX_PARTS: usize = 4;
 /// Most rows that pass through a panel together.
 const MOST_ROWS: usize = 96;
+/// Rows that do so however wide they are, so that each read of a panel serves many.
+const FEWEST_ROWS: usize = 24;
 /// Bytes of activations that should stay in the second-level cache while panels pass by.
-const ROWS_BYTES: usize = 384 << 10;
+const ROWS_BYTES: usize = 768 << 10;
 /// Bytes of a panel that stay in the first-level cache while several blocks of rows pass by.
-const STEPS_BYTES: usize = 16 << 10;
+const STEPS_BYTES: usize = 8 << 10;
 /// Outputs of the widest panel, and of a panel of B.
 const WIDEST: usize = 32;
 const B_WIDTH: usize = 16;
@@ -74,25 +76,23 @@ struct Call<'a> {
 unsafe impl Sync for Call<'_> {}
 
 /// See [`crate::Backend::reserve`].
-pub(super) fn reserve(
-    scratch: &mut Scratch,
-    threads: usize,
-    rows: usize,
-    entries: usize,
-    rank: usize,
-    width: usize,
-) -> Result<(), KernelError> {
+pub(super) fn reserve(backend: &CpuBackend, entries: usize, rank: usize, width: usize) -> Result<(), KernelError> {
+    let mut scratch = backend.scratch.lock().unwrap_or_else(PoisonError::into_inner);
     // A segment has an entry at least.
     scratch.reserve(entries * MAX_PARTS, entries * rank * MAX_PARTS)?;
-    // Narrower inputs let more rows pass together; the product is largest at one of these.
-    let narrow = ROWS_BYTES / (4 * MOST_ROWS);
-    let each = scratch_each(rows, width, true).max(scratch_each(rows, narrow.min(width), true));
-    scratch.reserve_threads(threads, each.max(scratch_each(rows, 2 * ROWS_BYTES / (4 * 24), true)))
+    // The largest `scratch_each` of any input up to `width`: narrower inputs let more rows pass together, so that pairs
+    // take half of ROWS_BYTES at most, unless the fewest rows take more.
+    let words = width.div_ceil(2);
+    let pairs = match backend.level {
+        SimdLevel::Avx512Bf16 => (MOST_ROWS * words).min((FEWEST_ROWS * words).max(ROWS_BYTES / 8 + MOST_ROWS)),
+        SimdLevel::Portable | SimdLevel::Avx2 => 0,
+    };
+    scratch.reserve_threads(backend.pool.threads(), (TILE + pairs).next_multiple_of(16) + 16)
 }
 
 /// Rows of `inputs` values that pass through a panel together.
 fn tile_rows(inputs: usize) -> usize {
-    (ROWS_BYTES / (4 * inputs.max(1)) / 6 * 6).clamp(24, MOST_ROWS)
+    (ROWS_BYTES / (4 * inputs.max(1)) / 6 * 6).clamp(FEWEST_ROWS, MOST_ROWS)
 }
 
 /// Values of one thread's scratch: its tile, then rows rounded to pairs. Whole cache lines, and one between neighbours.
@@ -138,7 +138,7 @@ pub(super) fn linear(
             format: weight.format(),
             panels: weight.panels(),
             outputs,
-            bias: part.bias.map_or(std::ptr::null(), |bias| bias.as_ptr()),
+            bias: part.bias.map_or(std::ptr::null(), AlignedVec::as_ptr),
             out: part.out.as_mut_ptr(),
             out_width: part.out.width,
             mode: part.mode,
@@ -246,11 +246,17 @@ fn embed_inputs(plan: &RowAdapterPlan, adapters: &AdapterTable<CpuAdapter>) -> u
 
 /// One element of A.
 unsafe fn element(segment: &Segment, index: usize) -> f32 {
-    // SAFETY: the caller stays within A.
+    // SAFETY: the caller stays within A; factors are aligned to a cache line.
     unsafe {
         match segment.dtype {
-            crate::StorageType::F32 => *segment.a.cast::<f32>().add(index),
-            crate::StorageType::Bf16 => super::pack::bf16_to_f32(*segment.a.cast::<u16>().add(index)),
+            crate::StorageType::F32 => {
+                let a: *const f32 = segment.a.cast();
+                *a.add(index)
+            }
+            crate::StorageType::Bf16 => {
+                let a: *const u16 = segment.a.cast();
+                super::pack::bf16_to_f32(*a.add(index))
+            }
         }
     }
 }
@@ -395,7 +401,7 @@ impl Call<'_> {
                     }
                     self.base(part, panel, group, &list[..rows]);
                     self.expand(part, panel * part.format.width(), width, first_row, rows, tile);
-                    self.finish(part, panel * part.format.width(), width, first_row, rows, tile);
+                    Self::finish(part, panel * part.format.width(), width, first_row, rows, tile);
                     panel += group;
                 }
             }
@@ -423,7 +429,7 @@ impl Call<'_> {
                     }
                 }
                 self.expand(part, first, B_WIDTH, first_row, rows, tile);
-                self.finish(part, first, B_WIDTH, first_row, rows, tile);
+                Self::finish(part, first, B_WIDTH, first_row, rows, tile);
             }
             first_row += rows;
         }
@@ -516,7 +522,7 @@ impl Call<'_> {
     }
 
     /// Bias, and the tile's rows into the result.
-    fn finish(&self, part: &Part, first_output: usize, width: usize, first_row: usize, rows: usize, tile: *mut f32) {
+    fn finish(part: &Part, first_output: usize, width: usize, first_row: usize, rows: usize, tile: *mut f32) {
         let count = width.min(part.outputs - first_output);
         for index in 0..rows {
             // SAFETY: `count` columns of a row of the tile, the result and the bias; no other thread has these columns.

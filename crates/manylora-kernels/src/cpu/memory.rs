@@ -177,7 +177,7 @@ pub struct Buffer {
 impl Buffer {
     /// A zeroed matrix.
     pub fn zeroed(rows: usize, width: usize) -> Result<Self, KernelError> {
-        let elements = rows.checked_mul(width).unwrap_or(usize::MAX);
+        let elements = rows.saturating_mul(width);
         Ok(Self { rows, width, data: AlignedVec::zeroed("an activation buffer", elements)? })
     }
 

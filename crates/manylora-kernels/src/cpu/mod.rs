@@ -28,7 +28,7 @@ mod vector;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 pub use adapter::{CpuAdapter, packed_adapter_bytes};
 pub use kv_cache::{KvCache, kv_block_bytes};
@@ -38,7 +38,7 @@ pub use pack::{PackedWeight, PanelFormat, packed_weight_bytes};
 pub use pool::{Pool, PoolOptions};
 pub use topology::default_threads;
 
-use crate::backend::{AdapterTable, AttentionShape, Backend, KvShape, LinearPart, RowSource, StorageType};
+use crate::backend::{AdapterTable, AttentionShape, Backend, FillFactors, KvShape, LinearPart, RowSource, StorageType};
 use crate::batch::{RowAdapterPlan, StepBatch};
 use crate::error::KernelError;
 use crate::site::{Site, SiteShape};
@@ -109,13 +109,20 @@ impl Backend for CpuBackend {
         Buffer::zeroed(rows, width)
     }
 
-    fn reserve(&self, rows: usize, entries: usize, rank: usize, width: usize) -> Result<(), KernelError> {
-        let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
-        linear::reserve(&mut scratch, self.pool.threads(), rows, entries, rank, width)
+    fn reserve(&self, _rows: usize, entries: usize, rank: usize, width: usize) -> Result<(), KernelError> {
+        linear::reserve(self, entries, rank, width)
     }
 
     fn pack_weight(&self, what: &str, source: &dyn RowSource, dtype: StorageType) -> Result<PackedWeight, KernelError> {
         PackedWeight::pack(&self.pool, PanelFormat::of_weight(self.level, dtype), what, source)
+    }
+
+    fn weight_bytes(&self, rows: usize, columns: usize, dtype: StorageType) -> usize {
+        packed_weight_bytes(self.level, dtype, rows, columns)
+    }
+
+    fn adapter_bytes(&self, sites: &[SiteShape], dtype: StorageType) -> usize {
+        packed_adapter_bytes(sites, dtype)
     }
 
     fn vector(&self, values: &[f32]) -> Result<AlignedVec<f32>, KernelError> {
@@ -132,7 +139,7 @@ impl Backend for CpuBackend {
         &self,
         sites: &[SiteShape],
         dtype: StorageType,
-        fill: &mut dyn FnMut(usize, &mut Vec<f32>, &mut Vec<f32>) -> Result<(), KernelError>,
+        fill: &mut FillFactors<'_>,
     ) -> Result<CpuAdapter, KernelError> {
         CpuAdapter::pack(sites, dtype, fill)
     }

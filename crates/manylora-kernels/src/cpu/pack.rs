@@ -238,12 +238,12 @@ pub(super) fn pack_panel(format: PanelFormat, values: &[f32], inputs: usize, pan
     for first in (0..inputs).step_by(BLOCK) {
         let last = (first + BLOCK).min(inputs);
         for (output, row) in values.chunks_exact(inputs).enumerate() {
-            for input in first..last {
-                let offset = format.element_offset(output, input);
+            for (input, value) in row[first..last].iter().enumerate() {
+                let offset = format.element_offset(output, first + input);
                 if matches!(format, PanelFormat::F32) {
-                    panel[offset..offset + 4].copy_from_slice(&row[input].to_ne_bytes());
+                    panel[offset..offset + 4].copy_from_slice(&value.to_ne_bytes());
                 } else {
-                    panel[offset..offset + 2].copy_from_slice(&f32_to_bf16(row[input]).to_ne_bytes());
+                    panel[offset..offset + 2].copy_from_slice(&f32_to_bf16(*value).to_ne_bytes());
                 }
             }
         }
@@ -326,7 +326,9 @@ mod tests {
                     weight.read_row(row, &mut got);
                     source.read(row, &mut wanted).unwrap();
                     if format != PanelFormat::F32 {
-                        wanted.iter_mut().for_each(|value| *value = bf16_to_f32(f32_to_bf16(*value)));
+                        for value in &mut wanted {
+                            *value = bf16_to_f32(f32_to_bf16(*value));
+                        }
                     }
                     assert_eq!(got, wanted, "{format:?} {rows}x{columns} row {row}");
                 }

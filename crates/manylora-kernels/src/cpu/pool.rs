@@ -281,6 +281,7 @@ impl Pool {
             return;
         }
         let turn = locked(&self.turn);
+        #[expect(clippy::transmute_ptr_to_ptr, reason = "nothing else changes the lifetime of a trait object")]
         // SAFETY: only the lifetime is changed. No thread uses the pointer after this function returns: a part is
         // claimed before it is read, and all claimed parts are waited for below.
         let lent = unsafe { std::mem::transmute::<*const Work<'_>, *const Work<'static>>(&raw const *work) };

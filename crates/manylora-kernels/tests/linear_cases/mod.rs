@@ -1,5 +1,6 @@
 //! Cases for the tests of `linear`: matrices, adapters and plans from a seed, and the float64 reference.
 #![allow(dead_code, reason = "every test file uses a part of it")]
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::sync::Arc;
 

@@ -20,7 +20,8 @@ pub fn compare(named: &str, base_names: &[String]) -> BaseMatch {
     if named.is_empty() {
         return BaseMatch::Same;
     }
-    let ours: Vec<String> = base_names.iter().map(|name| last_component(name)).filter(|name| !name.is_empty()).collect();
+    let ours: Vec<String> =
+        base_names.iter().map(|name| last_component(name)).filter(|name| !name.is_empty()).collect();
     if ours.contains(&named) {
         return BaseMatch::Same;
     }
@@ -43,8 +44,34 @@ fn last_component(name: &str) -> String {
 
 /// Suffixes, without their separator, that say how weights are stored.
 const FORMATS: &[&str] = &[
-    "gguf", "safetensors", "bnb", "unsloth", "awq", "gptq", "exl2", "mlx", "hqq", "aqlm", "quantized", "quant", "4bit",
-    "8bit", "3bit", "2bit", "int4", "int8", "w4a16", "w8a16", "w8a8", "fp8", "fp16", "fp32", "bf16", "f16", "f32", "nf4",
+    "gguf",
+    "safetensors",
+    "bnb",
+    "unsloth",
+    "awq",
+    "gptq",
+    "exl2",
+    "mlx",
+    "hqq",
+    "aqlm",
+    "quantized",
+    "quant",
+    "4bit",
+    "8bit",
+    "3bit",
+    "2bit",
+    "int4",
+    "int8",
+    "w4a16",
+    "w8a16",
+    "w8a8",
+    "fp8",
+    "fp16",
+    "fp32",
+    "bf16",
+    "f16",
+    "f32",
+    "nf4",
     "dynamic",
 ];
 
@@ -71,9 +98,7 @@ fn quantization_start(name: &str) -> Option<usize> {
         digits.is_some_and(|digits| {
             let mut parts = digits.split('_');
             parts.next().is_some_and(|first| matches!(first.as_bytes(), [b'1'..=b'8']))
-                && parts.all(|part| {
-                    matches!(part, "0" | "1" | "k" | "s" | "m" | "l" | "xs" | "xxs" | "xl" | "nl")
-                })
+                && parts.all(|part| matches!(part, "0" | "1" | "k" | "s" | "m" | "l" | "xs" | "xxs" | "xl" | "nl"))
         })
     };
     name.match_indices(['-', '.', '_']).map(|(at, _)| at).find(|&at| is_type(&name[at + 1..]))

@@ -24,8 +24,9 @@ pub struct AdapterConfig {
 impl AdapterConfig {
     /// Reads a configuration and refuses what cannot be applied, all objections at once.
     pub(super) fn parse(text: &[u8], max_rank: usize) -> Result<Self, Fault> {
-        let value: Value = serde_json::from_slice(text)
-            .map_err(|error| Fault::invalid(format!("`adapter_config.json` is not JSON: {error}")))?;
+        let value: Value = serde_json::from_slice(text).map_err(|error| {
+            Fault::invalid(format!("`adapter_config.json` is not JSON: {error}")).key("adapter_config.json")
+        })?;
         Self::from_value(&value, max_rank)
     }
 
@@ -116,8 +117,9 @@ fn read_scaling(
         })
     });
     let alphas = read_pattern(config, "alpha_pattern", objections, |key, value| {
-        finite(value)
-            .ok_or_else(|| format!("alpha for `{key}` in `alpha_pattern` must be a finite number, got {}", python(value)))
+        finite(value).ok_or_else(|| {
+            format!("alpha for `{key}` in `alpha_pattern` must be a finite number, got {}", python(value))
+        })
     });
     let rank_stabilized = read_bool(config, "use_rslora", objections);
     let (Some(rank), Some(alpha)) = (rank, alpha) else {
@@ -136,7 +138,11 @@ fn read_scaling(
         let message = format!("LoRA rank {largest} is greater than max_lora_rank {max_rank}");
         object_to(objections, key, message);
     } else if largest > MAX_RANK {
-        object_to(objections, key, format!("LoRA rank {largest} is greater than {MAX_RANK}, the largest that is computed"));
+        object_to(
+            objections,
+            key,
+            format!("LoRA rank {largest} is greater than {MAX_RANK}, the largest that is computed"),
+        );
     }
     Ok(Some(scaling))
 }

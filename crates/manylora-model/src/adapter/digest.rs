@@ -41,5 +41,9 @@ pub fn adapter_digest(sites: &[SiteShape], factors: &[[u8; 32]]) -> [u8; 32] {
 
 /// A digest as 64 lower-case hex digits.
 pub fn hex(digest: &[u8; 32]) -> String {
-    digest.iter().flat_map(|byte| [byte >> 4, byte & 15]).filter_map(|nibble| char::from_digit(nibble.into(), 16)).collect()
+    digest
+        .iter()
+        .flat_map(|byte| [byte >> 4, byte & 15])
+        .filter_map(|nibble| char::from_digit(nibble.into(), 16))
+        .collect()
 }

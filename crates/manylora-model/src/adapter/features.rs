@@ -58,15 +58,15 @@ const CHANGING: &[ChangingKey] = &[
         AdapterFeature::Activated,
         "ManyLoRA does not support Activated LoRA (aLoRA) yet",
     ),
-    changing("alora_invocation_string", AdapterFeature::Activated, "ManyLoRA does not support Activated LoRA (aLoRA) yet"),
+    changing(
+        "alora_invocation_string",
+        AdapterFeature::Activated,
+        "ManyLoRA does not support Activated LoRA (aLoRA) yet",
+    ),
     changing("invocation_string", AdapterFeature::Activated, "ManyLoRA does not support Activated LoRA (aLoRA) yet"),
     changing("layer_replication", AdapterFeature::LayerReplication, "ManyLoRA does not support layer_replication"),
     changing("use_qalora", AdapterFeature::OtherArithmetic, "ManyLoRA does not support QALoRA"),
-    changing(
-        "use_bdlora",
-        AdapterFeature::OtherArithmetic,
-        "ManyLoRA does not support block-diagonal LoRA (BD-LoRA)",
-    ),
+    changing("use_bdlora", AdapterFeature::OtherArithmetic, "ManyLoRA does not support block-diagonal LoRA (BD-LoRA)"),
     changing(
         "target_parameters",
         AdapterFeature::Experts,
@@ -137,8 +137,9 @@ pub(super) fn objections(config: &Map<String, Value>) -> Vec<Objection> {
         };
         if !plain {
             let message = format!(
-                "ManyLoRA does not support init_lora_weights={}: such an adapter assumes a changed base; convert it to \
-                 an ordinary LoRA first (PEFT: save_pretrained with path_initial_model_for_weight_conversion)",
+                "ManyLoRA does not support init_lora_weights={}: an adapter that was started so assumes a changed base, \
+                 or may; convert it to an ordinary LoRA first (PEFT: save_pretrained with \
+                 path_initial_model_for_weight_conversion)",
                 python(value)
             );
             object("init_lora_weights", message, AdapterFeature::MutatedBase);

@@ -78,7 +78,10 @@ impl Folder {
             Err(error) => return Err(Fault::io(&path, &error)),
         };
         if self.root.as_ref().is_some_and(|root| !resolved.starts_with(root)) {
-            return Err(Fault::forbidden(format!("`{name}` is a link that leaves the folder adapters may be loaded from")));
+            return Err(Fault::forbidden(format!(
+                "`{name}` is a link that leaves the folder adapters may be loaded from"
+            ))
+            .key(name));
         }
         // Asked before opening, because opening a pipe would wait for its writer.
         let metadata = fs::metadata(&resolved).map_err(|error| Fault::io(&path, &error))?;

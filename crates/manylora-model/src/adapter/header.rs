@@ -96,10 +96,7 @@ fn check(path: &Path, policy: &AdapterPolicy, report: &mut LoadReport) -> Result
     let folder = Folder::find(path, policy.allowed_roots.as_deref())?;
     let Some(text) = folder.read(CONFIG, MAX_CONFIG_BYTES)? else {
         let hint = if folder.has("config.json") { ": this is a whole model, not an adapter" } else { "" };
-        return Err(Fault::not_found(format!(
-            "No adapter found for `{}`: it has no `{CONFIG}`{hint}",
-            path.display()
-        )));
+        return Err(Fault::not_found(format!("No adapter found for `{}`: it has no `{CONFIG}`{hint}", path.display())));
     };
     let config = AdapterConfig::parse(&text, policy.max_rank)?;
     config.describe(report);
@@ -125,7 +122,7 @@ fn weights_missing(folder: &Folder, path: &Path) -> Fault {
     if folder.has("adapter_model.safetensors.index.json") {
         return Fault::invalid(format!("`{path}` is split into several files; save it again as one `{TENSORS}`"));
     }
-    Fault::invalid(format!("weights missing: `{path}` doesn't contain tensors (`{TENSORS}`)"))
+    Fault::invalid(format!("weights missing: `{path}` doesn't contain tensors (`{TENSORS}`)")).key(TENSORS)
 }
 
 impl AdapterConfig {

@@ -63,7 +63,7 @@ impl Problems {
         let others = self.0.iter().filter(|(_, other)| other != reason).count();
         let mut reason = reason.clone();
         if others > 0 {
-            reason = format!("{reason} (and {others} more keys were refused for other reasons; the report has them)");
+            reason = format!("{reason} (and {others} more keys were refused; the report has each with its reason)");
         }
         let keys: Vec<String> = self.0.iter().map(|(key, _)| key.clone()).collect();
         report.refused.extend(self.0);
@@ -86,7 +86,10 @@ pub(super) fn match_tensors(
         let name = &tensor.name;
         problems.add(
             name,
-            format!("zero-size tensor `{name}` of shape {:?}: sharded training saved it without its values", tensor.shape),
+            format!(
+                "zero-size tensor `{name}` of shape {:?}: sharded training saved it without its values",
+                tensor.shape
+            ),
         );
     }
     problems.into_result(report)?;
@@ -140,7 +143,10 @@ fn group_by_site(
             }
             Resolved::LayerBeyond { layer } => {
                 let layers = policy.spec.layers;
-                problems.add(key, format!("`{key}` is of layer {layer}; this base has {layers} layers, 0 to {}", layers - 1));
+                problems.add(
+                    key,
+                    format!("`{key}` is of layer {layer}; this base has {layers} layers, 0 to {}", layers - 1),
+                );
                 continue;
             }
             Resolved::Foreign => {
@@ -183,14 +189,16 @@ fn group_by_site(
     }
     if adapters.len() > 1 {
         let names: Vec<&String> = adapters.keys().collect();
-        let reason = format!("its keys hold tensors of {} adapters: {}; save them apart", names.len(), listed(&names, 3));
+        let reason =
+            format!("its keys hold tensors of {} adapters: {}; save them apart", names.len(), listed(&names, 3));
         for key in adapters.values() {
             problems.add(key, reason.clone());
         }
     }
     if !wrapped.is_empty() && plain > 0 {
         for key in &wrapped {
-            problems.add(key, format!("`{key}` is inside `language_model` and other keys are not: which model is meant?"));
+            problems
+                .add(key, format!("`{key}` is inside `language_model` and other keys are not: which model is meant?"));
         }
     } else if !wrapped.is_empty() && problems.0.is_empty() {
         report.warnings.push(format!(

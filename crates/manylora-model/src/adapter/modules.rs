@@ -109,9 +109,8 @@ pub fn shape(spec: &ModelSpec, site: Site) -> Option<(usize, usize)> {
 /// its fused name) allows a module.
 pub fn allowed(restriction: &[String], path: &str) -> bool {
     let name = path.rsplit('.').next().unwrap_or(path);
-    let ends_with = |path: &str, suffix: &str| {
-        path.strip_suffix(suffix).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
-    };
+    let ends_with =
+        |path: &str, suffix: &str| path.strip_suffix(suffix).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'));
     restriction.iter().any(|entry| {
         ends_with(path, entry)
             || FUSED.iter().any(|(fused, parts)| {

@@ -101,7 +101,10 @@ fn unsupported(segments: &[&str]) -> UnsupportedTensor {
     } else if !segments.iter().any(|segment| segment.starts_with("lora_")) && last == "bias" {
         ("Adapter bias is not supported", Some(AdapterFeature::Bias))
     } else if has("modules_to_save") || is_whole_matrix(segments) {
-        ("a whole matrix of the base (modules_to_save) cannot be kept per adapter yet", Some(AdapterFeature::ModulesToSave))
+        (
+            "a whole matrix of the base (modules_to_save) cannot be kept per adapter yet",
+            Some(AdapterFeature::ModulesToSave),
+        )
     } else {
         ("unsupported LoRA weight", None)
     };

@@ -97,7 +97,7 @@ impl PreparedAdapter {
         policy: &AdapterPolicy,
     ) -> Result<Self, AdapterRefusal> {
         let mut report = LoadReport::new(name, "");
-        let mut build = || {
+        let build = || {
             let config = AdapterConfig::from_value(config, policy.max_rank)?;
             config.describe(&mut report);
             check_base_name(&config, policy, &mut report)?;
@@ -304,7 +304,8 @@ fn compare_with_base(
 ) -> Result<(), Fault> {
     let key = &tensor.name;
     let refuse = |reason: String| Fault::invalid(reason).key(key);
-    let unreadable = || refuse(format!("`{key}` is a copy of `{}`, which cannot be compared with this base", copy.module));
+    let unreadable =
+        || refuse(format!("`{key}` is a copy of `{}`, which cannot be compared with this base", copy.module));
     let matrix: Box<dyn RowSource + '_> = policy.base_tensors.matrix(&copy.module).ok_or_else(unreadable)?;
     let (rows, columns) = (matrix.rows(), matrix.columns());
     if tensor.shape != [rows, columns] {

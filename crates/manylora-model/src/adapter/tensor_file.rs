@@ -30,12 +30,14 @@ pub struct TensorEntry {
 /// Reads and checks the header of `file`, which is `length` bytes long. Nothing beyond the header is read, and no
 /// more memory is taken than the file's own size and [`MAX_HEADER_BYTES`] allow.
 pub(super) fn read_header(file: &mut File, length: u64, what: &str) -> Result<Vec<TensorEntry>, Fault> {
-    let damaged = |message: String| Fault::invalid(format!("`{what}` is damaged: {message}"));
+    let damaged = |message: String| Fault::invalid(format!("`{what}` is damaged: {message}")).key(what);
     if length < 8 {
         return Err(damaged(format!("{length} bytes are too few for a safetensors file; copy it again")));
     }
     let mut size = [0_u8; 8];
-    file.seek(SeekFrom::Start(0)).and_then(|_| file.read_exact(&mut size)).map_err(|error| damaged(error.to_string()))?;
+    file.seek(SeekFrom::Start(0))
+        .and_then(|_| file.read_exact(&mut size))
+        .map_err(|error| damaged(error.to_string()))?;
     let size = u64::from_le_bytes(size);
     if size > MAX_HEADER_BYTES {
         return Err(damaged(format!("it declares a header of {size} bytes; at most {MAX_HEADER_BYTES} are read")));
@@ -46,11 +48,7 @@ pub(super) fn read_header(file: &mut File, length: u64, what: &str) -> Result<Ve
     let mut header = vec![0_u8; size as usize];
     file.read_exact(&mut header).map_err(|error| damaged(error.to_string()))?;
     parse_header(&header, length - 8 - size).map_err(|(message, key)| {
-        let fault = damaged(message);
-        match key {
-            Some(key) => fault.key(key),
-            None => fault,
-        }
+        Fault::invalid(format!("`{what}` is damaged: {message}")).key(key.unwrap_or_else(|| what.to_owned()))
     })
 }
 

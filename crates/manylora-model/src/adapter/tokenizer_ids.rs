@@ -18,7 +18,9 @@ const MAX_TOKENIZER_BYTES: u64 = 128 << 20;
 
 /// Refuses ids that the base has no embedding for, and warns of those that its tokenizer does not know.
 pub(super) fn check(folder: &Folder, policy: &AdapterPolicy, report: &mut LoadReport) -> Result<(), Fault> {
-    for (file, read) in [("added_tokens.json", largest_added as fn(&[u8]) -> _), ("tokenizer.json", largest_in_tokenizer)] {
+    for (file, read) in
+        [("added_tokens.json", largest_added as fn(&[u8]) -> _), ("tokenizer.json", largest_in_tokenizer)]
+    {
         let Some(content) = folder.read(file, MAX_TOKENIZER_BYTES)? else { continue };
         let largest = match read(&content) {
             Ok(largest) => largest,

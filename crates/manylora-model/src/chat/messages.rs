@@ -81,7 +81,9 @@ fn texts(content: &Value, index: usize) -> Result<Content, ModelError> {
             }
             Ok(Content::Parts(texts))
         }
-        other => Err(refused(format!("the content of message {index} is `{other}` and neither text nor a list of parts"))),
+        other => {
+            Err(refused(format!("the content of message {index} is `{other}` and neither text nor a list of parts")))
+        }
     }
 }
 
@@ -109,7 +111,8 @@ fn parse_arguments(message: &mut Map<String, Value>, index: usize) -> Result<(),
 
 /// The text up to the end of the last message's content.
 pub(super) fn cut_after_final(text: &str, conversation: &Value) -> Result<String, ModelError> {
-    let last = conversation.as_array().and_then(|messages| messages.last()).map_or(&Value::Null, |last| &last["content"]);
+    let last =
+        conversation.as_array().and_then(|messages| messages.last()).map_or(&Value::Null, |last| &last["content"]);
     let last = match last {
         Value::Array(parts) => parts.last().map_or(&Value::Null, |part| &part["text"]),
         content => content,

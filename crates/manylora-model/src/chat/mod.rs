@@ -103,9 +103,9 @@ impl ChatTemplate {
         environment.set_fuel(Some(FUEL));
         let mut names = Vec::new();
         for (name, source) in templates {
-            environment.add_template_owned(name.clone(), python::without_generation_marks(&source)).map_err(|error| {
-                ModelError::ChatTemplate(format!("the template `{name}` could not be compiled: {error}"))
-            })?;
+            environment.add_template_owned(name.clone(), python::without_generation_marks(&source)).map_err(
+                |error| ModelError::ChatTemplate(format!("the template `{name}` could not be compiled: {error}")),
+            )?;
             names.push(name);
         }
         if names.is_empty() {
@@ -172,12 +172,10 @@ impl ChatTemplate {
     fn takes_parts(&self) -> bool {
         *self.inner.takes_parts.get_or_init(|| {
             const PROBE: &str = "needle7c1f";
-            let conversation =
-                serde_json::json!([{"role": "user", "content": [{"type": "text", "text": PROBE}]}]);
+            let conversation = serde_json::json!([{"role": "user", "content": [{"type": "text", "text": PROBE}]}]);
             let options = RenderOptions { add_generation_prompt: false, now: Some(0), ..RenderOptions::default() };
-            self.render_prepared(&conversation, &options).is_ok_and(|text| {
-                text.contains(PROBE) && !text.contains("'text'") && !text.contains("\"text\"")
-            })
+            self.render_prepared(&conversation, &options)
+                .is_ok_and(|text| text.contains(PROBE) && !text.contains("'text'") && !text.contains("\"text\""))
         })
     }
 }

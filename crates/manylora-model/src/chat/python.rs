@@ -68,7 +68,9 @@ pub(super) fn explain(error: &Error) -> ModelError {
         cause = current.source();
     }
     if error.kind() == ErrorKind::OutOfFuel {
-        return ModelError::ChatTemplate("rendering was stopped because it takes too many steps; the template may loop".to_owned());
+        return ModelError::ChatTemplate(
+            "rendering was stopped because it takes too many steps; the template may loop".to_owned(),
+        );
     }
     ModelError::ChatTemplate(format!("could not be rendered: {error}"))
 }
@@ -81,13 +83,13 @@ fn now(state: &mut State, pattern: &str) -> Result<String, Error> {
 
 /// Python methods, beyond those minijinja's own shim has.
 fn method(state: &mut State, value: &Value, name: &str, arguments: &[Value]) -> Result<Value, Error> {
-    if let (Some(text), [argument]) = (value.as_str(), arguments) {
-        if let Some(affix) = argument.as_str() {
-            match name {
-                "removeprefix" => return Ok(Value::from(text.strip_prefix(affix).unwrap_or(text))),
-                "removesuffix" => return Ok(Value::from(text.strip_suffix(affix).unwrap_or(text))),
-                _ => {}
-            }
+    if let (Some(text), [argument]) = (value.as_str(), arguments)
+        && let Some(affix) = argument.as_str()
+    {
+        match name {
+            "removeprefix" => return Ok(Value::from(text.strip_prefix(affix).unwrap_or(text))),
+            "removesuffix" => return Ok(Value::from(text.strip_suffix(affix).unwrap_or(text))),
+            _ => {}
         }
     }
     pycompat::unknown_method_callback(state, value, name, arguments)
@@ -183,6 +185,7 @@ fn number_text(number: &serde_json::Number) -> String {
 }
 
 /// `json.dumps` with the defaults of transformers: no HTML escaping, `ensure_ascii=False`.
+#[allow(clippy::needless_pass_by_value, reason = "filters take their arguments by value")]
 fn to_json(value: &Value, indent: Option<Value>, options: Kwargs) -> Result<Value, Error> {
     let invalid = |message: String| Error::new(ErrorKind::InvalidOperation, message);
     let indent = match indent {
@@ -197,11 +200,9 @@ fn to_json(value: &Value, indent: Option<Value>, options: Kwargs) -> Result<Valu
         None => None,
         Some(indent) => Some(match indent.as_str() {
             Some(text) => text.to_owned(),
-            None => " ".repeat(
-                usize::try_from(indent.clone()).ok().filter(|width| *width <= 64).ok_or_else(|| {
-                    invalid(format!("tojson's indent `{indent}` is neither a small number nor a string"))
-                })?,
-            ),
+            None => " ".repeat(usize::try_from(indent.clone()).ok().filter(|width| *width <= 64).ok_or_else(|| {
+                invalid(format!("tojson's indent `{indent}` is neither a small number nor a string"))
+            })?),
         }),
     };
     let (item, key) = match separators.as_deref() {

@@ -68,10 +68,10 @@ fn additional(folder: &Path) -> Result<Vec<(String, String)>, ModelError> {
     for entry in entries {
         let path = entry.map_err(|source| ModelError::Io { path: folder.to_path_buf(), source })?.path();
         let is_template = path.extension().is_some_and(|extension| extension == "jinja");
-        if let (true, Some(stem)) = (is_template, path.file_stem()) {
-            if let Some(text) = read_text(&path)? {
-                found.push((stem.to_string_lossy().into_owned(), text));
-            }
+        if let (true, Some(stem)) = (is_template, path.file_stem())
+            && let Some(text) = read_text(&path)?
+        {
+            found.push((stem.to_string_lossy().into_owned(), text));
         }
     }
     found.sort();

@@ -18,7 +18,8 @@ fn hello() -> Value {
 
 #[test]
 fn python_printing_and_json() {
-    let messages = json!([{"role": "user", "content": "x", "data": {"b": [1, true, null, 0.5, 1e20, "é<'\n"], "a": {}}}]);
+    let messages =
+        json!([{"role": "user", "content": "x", "data": {"b": [1, true, null, 0.5, 1e20, "é<'\n"], "a": {}}}]);
     let data = "{{ messages[0].data";
     assert_eq!(
         render(&format!("{data} }}}}"), &messages).unwrap(),
@@ -76,7 +77,8 @@ fn blocks_and_variables() {
 
 #[test]
 fn content_parts_become_what_the_template_takes() {
-    let parts = json!([{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}]);
+    let parts =
+        json!([{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}]);
     assert_eq!(render("{{ messages[0].content }}", &parts).unwrap(), "one\ntwo");
     let iterating = "{% for part in messages[0].content %}[{{ part.text }}]{% endfor %}";
     assert_eq!(render(iterating, &parts).unwrap(), "[one][two]");
@@ -124,7 +126,10 @@ fn a_47_templates_of_a_folder() {
     );
     assert_eq!(read(None).unwrap(), "D<|im_end|>");
     assert_eq!(read(Some(json!([]))).unwrap(), "T");
-    write("tokenizer_config.json", r#"{"chat_template": [{"name": "a", "template": "A"}, {"name": "b", "template": "B"}]}"#);
+    write(
+        "tokenizer_config.json",
+        r#"{"chat_template": [{"name": "a", "template": "A"}, {"name": "b", "template": "B"}]}"#,
+    );
     assert!(read(None).unwrap_err().to_string().contains("a, b"));
     write("chat_template.jinja", "J");
     assert_eq!(read(None).unwrap(), "J");

@@ -49,7 +49,8 @@ impl SafetensorsStore {
             return Self::open_files(&[folder.join(SINGLE)]);
         }
         let damaged = |message: String| ModelError::Malformed { path: index.clone(), message };
-        let json = std::fs::read(&index).map_err(|source| not_found_or_io(&index, "the index of the shards", source))?;
+        let json =
+            std::fs::read(&index).map_err(|source| not_found_or_io(&index, "the index of the shards", source))?;
         let json: Value = serde_json::from_slice(&json).map_err(|error| damaged(error.to_string()))?;
         let map = json
             .get("weight_map")
@@ -201,11 +202,8 @@ impl TensorStore for SafetensorsStore {
     }
 
     fn digest_into(&self, hasher: &mut Sha256) {
-        let digests: Vec<[u8; 32]> = self
-            .tensors
-            .par_iter()
-            .map(|(_, entry)| content_digest(self.entry_bytes(entry)))
-            .collect();
+        let digests: Vec<[u8; 32]> =
+            self.tensors.par_iter().map(|(_, entry)| content_digest(self.entry_bytes(entry))).collect();
         for ((name, entry), digest) in self.tensors.iter().zip(digests) {
             hash_field(hasher, name.as_bytes());
             hash_field(hasher, format!("{:?} {:?}", entry.dtype, entry.shape).as_bytes());

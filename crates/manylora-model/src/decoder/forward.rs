@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use manylora_kernels::{Backend, LinearOutput, LinearPart, Module, Site, StepBatch, StorageType};
 
-use super::limits::{Decoder, widest_input};
 use super::packer::BackendPacker;
+use super::working_memory::{Decoder, widest_input};
 use crate::runner::{AdapterPacker, PackedHandle, Runner};
 
 impl<B: Backend> Decoder<B> {
@@ -20,7 +20,7 @@ impl<B: Backend> Decoder<B> {
 
         let norm_site = site(Module::InputNorm);
         backend.rms_norm(rows, &buffers.hidden, &parameters.input_norm, epsilon, norm_site, &mut buffers.normed);
-        let mut part = [
+        let mut parts = [
             LinearPart {
                 weight: &parameters.q.weight,
                 bias: parameters.q.bias.as_ref(),
@@ -43,7 +43,7 @@ impl<B: Backend> Decoder<B> {
                 mode: LinearOutput::Store,
             },
         ];
-        backend.linear(rows, plan, adapters, &buffers.normed, &mut part);
+        backend.linear(rows, plan, adapters, &buffers.normed, &mut parts);
         if let Some(norm) = &parameters.q_norm {
             backend.rms_norm_in_place(rows, &mut buffers.q, norm, epsilon);
         }

@@ -4,14 +4,14 @@
 //! resulting [`Decoder`] is the engine's [`crate::Runner`]. A step allocates nothing.
 
 mod forward;
-mod limits;
 mod packer;
 pub mod rope;
 mod weights;
+mod working_memory;
 
-pub use limits::{Decoder, DecoderLimits, working_bytes};
 pub use packer::BackendPacker;
 pub use weights::{DecoderWeights, LoadProgress, packed_bytes};
+pub use working_memory::{Decoder, DecoderLimits, working_bytes};
 
 use std::sync::Arc;
 

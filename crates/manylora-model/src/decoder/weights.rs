@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use manylora_kernels::{Backend, Module, StorageType};
 
-use super::limits::{Decoder, DecoderLimits};
+use super::working_memory::{Decoder, DecoderLimits};
 use crate::checkpoint::Checkpoint;
 use crate::error::ModelError;
 use crate::spec::{EMBEDDING, FINAL_NORM, HEAD, ModelSpec, TensorSpec, layer_tensor};

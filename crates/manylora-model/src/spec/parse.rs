@@ -95,8 +95,8 @@ impl ModelSpec {
             None => config.size("max_position_embeddings", 1..=MAX_POSITIONS)?,
         };
         let (rope, max_position_embeddings) = rope::parse(&config, declared_positions)?;
-        let rms_norm_eps =
-            config.optional_number("rms_norm_eps", "a number from 0 to below 1 is needed", |eps| (0.0..1.0).contains(&eps))?;
+        let rms_norm_eps = config
+            .optional_number("rms_norm_eps", "a number from 0 to below 1 is needed", |eps| (0.0..1.0).contains(&eps))?;
         let attention_bias = config.flag("attention_bias", false)?;
         let biased = matches!(family, Family::Llama | Family::Qwen3) && attention_bias;
         Ok(Self {
@@ -151,9 +151,11 @@ fn family(config: &Config<'_>) -> Result<Family, ModelError> {
             });
     }
     match config.text("model_type")? {
-        Some(model_type) => SUPPORTED.iter().find(|(_, name, _)| *name == model_type).map(|(.., family)| *family).ok_or_else(
-            || unsupported(format!("model type `{model_type}` is not supported; supported are {}", supported())),
-        ),
+        Some(model_type) => {
+            SUPPORTED.iter().find(|(_, name, _)| *name == model_type).map(|(.., family)| *family).ok_or_else(|| {
+                unsupported(format!("model type `{model_type}` is not supported; supported are {}", supported()))
+            })
+        }
         None => Err(config.damaged("it has neither `architectures` nor `model_type`".to_owned())),
     }
 }
@@ -179,10 +181,8 @@ fn windows(config: &Config<'_>, family: Family, layers: usize) -> Result<Vec<Opt
         return Ok((0..layers).map(|layer| window.filter(|_| layer >= first)).collect());
     };
     if types.len() != layers {
-        return Err(config.damaged(format!(
-            "`layer_types` has `{}` entries and `num_hidden_layers` is `{layers}`",
-            types.len()
-        )));
+        return Err(config
+            .damaged(format!("`layer_types` has `{}` entries and `num_hidden_layers` is `{layers}`", types.len())));
     }
     types
         .iter()

@@ -78,18 +78,25 @@ pub(super) fn parse(config: &Config<'_>, declared: usize) -> Result<(RopeSpec, u
                 }
                 None => chosen.number("factor", factor_bounds, holds)?,
             };
-            let mscale = chosen.optional_number("mscale", positive, |number| number >= 0.0)?;
-            let mscale_all = chosen.optional_number("mscale_all_dim", positive, |number| number >= 0.0)?;
-            let attention_factor = match chosen.optional_number("attention_factor", positive, above_zero)? {
+            let mscale_bounds = "a number from 0 to 1000 is needed";
+            let mscale_of = |key: &str| {
+                let given = chosen.optional_number(key, mscale_bounds, |it| (0.0..=1000.0).contains(&it))?;
+                // Zero means "not given" to transformers.
+                Ok::<_, ModelError>(given.filter(|it| *it != 0.0))
+            };
+            let magnitude = |number: f64| number > 0.0 && number <= 1000.0;
+            let bounds = "a number above 0, up to 1000, is needed";
+            let attention_factor = match chosen.optional_number("attention_factor", bounds, magnitude)? {
                 Some(attention_factor) => attention_factor,
-                None => match (mscale.filter(|it| *it != 0.0), mscale_all.filter(|it| *it != 0.0)) {
+                None => match (mscale_of("mscale")?, mscale_of("mscale_all_dim")?) {
                     (Some(mscale), Some(all)) => magnitude_scale(factor, mscale) / magnitude_scale(factor, all),
                     _ => magnitude_scale(factor, 1.0),
                 },
             };
             // Zero means "not given" to transformers.
             let beta = |key: &str, default: f64| -> Result<f64, ModelError> {
-                let given = chosen.optional_number(key, positive, |number| number >= 0.0)?;
+                let needed = "0 or a number from 0.000001 to 1000000 is needed";
+                let given = chosen.optional_number(key, needed, |it| it == 0.0 || (1e-6..=1e6).contains(&it))?;
                 Ok(given.filter(|beta| *beta != 0.0).unwrap_or(default))
             };
             let scaling = RopeScaling::Yarn {

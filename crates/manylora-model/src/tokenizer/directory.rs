@@ -53,8 +53,10 @@ pub(super) fn load(directory: &Path) -> Result<Tokenizer, ModelError> {
         .flatten()
         .filter_map(token_content);
     let special: HashSet<&str> = additional.chain(named.values().map(String::as_str)).collect();
-    let mut missing: Vec<&str> =
-        special.into_iter().filter(|token| !is_special(&pipeline, token) && pipeline.token_to_id(token).is_some()).collect();
+    let mut missing: Vec<&str> = special
+        .into_iter()
+        .filter(|token| !is_special(&pipeline, token) && pipeline.token_to_id(token).is_some())
+        .collect();
     missing.sort_unstable();
     let missing = missing.into_iter().map(|token| AddedToken::from(token, true));
     pipeline.add_special_tokens(missing).map_err(|error| ModelError::Tokenizer(error.to_string()))?;
@@ -101,11 +103,7 @@ fn check_model(json: &Value) -> Result<(), String> {
 }
 
 /// Adds the tokens of `added_tokens_decoder` that `tokenizer.json` lacks, as transformers does.
-fn add_configured(
-    pipeline: &mut tokenizers::Tokenizer,
-    configuration: &Value,
-    path: &Path,
-) -> Result<(), ModelError> {
+fn add_configured(pipeline: &mut tokenizers::Tokenizer, configuration: &Value, path: &Path) -> Result<(), ModelError> {
     let Some(tokens) = configuration.get("added_tokens_decoder").and_then(Value::as_object) else {
         return Ok(());
     };

@@ -37,7 +37,8 @@ pub(super) fn build(metadata: &GgufTokenizer) -> Result<Tokenizer, ModelError> {
     let kinds: Vec<i32> = (0..metadata.tokens.len()).map(|id| kind(metadata, id)).collect();
     // The end token of a chat turn is a control token even where a converter forgot to say so.
     let named_ids: HashSet<u32> = [metadata.bos, metadata.eos].into_iter().flatten().collect();
-    let is_added = |id: usize| matches!(kinds[id], UNKNOWN | CONTROL | USER_DEFINED) || named_ids.contains(&(id as u32));
+    let is_added =
+        |id: usize| matches!(kinds[id], UNKNOWN | CONTROL | USER_DEFINED) || named_ids.contains(&(id as u32));
     let added = metadata.tokens.iter().enumerate().filter(|(id, _)| is_added(*id)).map(|(id, token)| {
         let special = kinds[id] != USER_DEFINED || named_ids.contains(&(id as u32));
         AddedToken::from(token.as_str(), special).normalized(false)
@@ -46,9 +47,11 @@ pub(super) fn build(metadata: &GgufTokenizer) -> Result<Tokenizer, ModelError> {
     pipeline.add_tokens(added).map_err(failed)?;
     surround(&mut pipeline, metadata, adds_bos)?;
 
-    let entries = metadata.tokens.iter().enumerate().map(|(id, token)| {
-        if is_added(id) { Entry::Added(token) } else { Entry::Model(token) }
-    });
+    let entries = metadata
+        .tokens
+        .iter()
+        .enumerate()
+        .map(|(id, token)| if is_added(id) { Entry::Added(token) } else { Entry::Model(token) });
     let text = TokenText::new(joining, entries);
     let named: BTreeMap<String, String> = [
         ("bos_token", metadata.bos),
@@ -124,8 +127,13 @@ fn byte_level(metadata: &GgufTokenizer) -> Result<Built, ModelError> {
 fn sentence_piece(metadata: &GgufTokenizer) -> Result<Built, ModelError> {
     let vocabulary = vocabulary(metadata);
     let normal = |id: usize| kind(metadata, id) == NORMAL;
-    let scored: HashMap<&str, usize> =
-        metadata.tokens.iter().enumerate().filter(|(id, _)| normal(*id)).map(|(id, token)| (token.as_str(), id)).collect();
+    let scored: HashMap<&str, usize> = metadata
+        .tokens
+        .iter()
+        .enumerate()
+        .filter(|(id, _)| normal(*id))
+        .map(|(id, token)| (token.as_str(), id))
+        .collect();
     let score = |id: usize| metadata.scores.get(id).copied().unwrap_or(0.0);
     let mut candidates: Vec<(f32, usize, usize, &str, &str)> = Vec::new();
     for (&token, &id) in &scored {
@@ -144,9 +152,8 @@ fn sentence_piece(metadata: &GgufTokenizer) -> Result<Built, ModelError> {
     if let Some(unknown) = metadata.unknown {
         builder = builder.unk_token(metadata.tokens[unknown as usize].clone());
     }
-    let model = builder
-        .build()
-        .map_err(|error| ModelError::Tokenizer(format!("the GGUF file's vocabulary: {error}")))?;
+    let model =
+        builder.build().map_err(|error| ModelError::Tokenizer(format!("the GGUF file's vocabulary: {error}")))?;
     let mut pipeline = tokenizers::Tokenizer::new(model);
     let failed = |error: tokenizers::Error| ModelError::Tokenizer(error.to_string());
     let spaces = Replace::new(" ", "\u{2581}").map_err(failed)?;
@@ -167,11 +174,7 @@ fn vocabulary(metadata: &GgufTokenizer) -> Vocab {
 }
 
 /// bos before and eos after every prompt, where the file asks for it.
-fn surround(
-    pipeline: &mut tokenizers::Tokenizer,
-    metadata: &GgufTokenizer,
-    adds_bos: bool,
-) -> Result<(), ModelError> {
+fn surround(pipeline: &mut tokenizers::Tokenizer, metadata: &GgufTokenizer, adds_bos: bool) -> Result<(), ModelError> {
     let bos = metadata.bos.filter(|_| metadata.add_bos.unwrap_or(adds_bos));
     let eos = metadata.eos.filter(|_| metadata.add_eos.unwrap_or(false));
     if bos.is_none() && eos.is_none() {

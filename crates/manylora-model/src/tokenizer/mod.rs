@@ -17,8 +17,8 @@ use std::sync::Arc;
 use crate::checkpoint::{GgufTokenizer, TokenizerSource};
 use crate::error::ModelError;
 
-pub(crate) use directory::{read_object, read_optional};
 pub use detokenizer::Detokenizer;
+pub(crate) use directory::{read_object, read_optional};
 pub use stop::{Released, StopChecker};
 
 use token_text::TokenText;

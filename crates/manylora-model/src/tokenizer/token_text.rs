@@ -57,15 +57,13 @@ impl Joining {
             Self::ByteLevel => {
                 let start = out.len();
                 for character in token.chars() {
-                    match alphabet.byte(character) {
-                        Some(byte) => out.push(byte),
-                        None => {
-                            // Not written in the alphabet: the token is plain text.
-                            out.truncate(start);
-                            out.extend_from_slice(token.as_bytes());
-                            return;
-                        }
-                    }
+                    let Some(byte) = alphabet.byte(character) else {
+                        // Not written in the alphabet: the token is plain text.
+                        out.truncate(start);
+                        out.extend_from_slice(token.as_bytes());
+                        return;
+                    };
+                    out.push(byte);
                 }
             }
             Self::SentencePiece { byte_fallback, .. } => match byte_token(token).filter(|_| byte_fallback) {

@@ -39,10 +39,26 @@ fn a_01_target_modules_in_every_form() {
 fn a_02_empty_values_of_any_key_are_inactive_and_active_ones_are_named() {
     let policy = policy("llama");
     let changing = [
-        "use_dora", "modules_to_save", "bias", "lora_bias", "trainable_token_indices", "alora_invocation_tokens",
-        "layer_replication", "use_qalora", "use_bdlora", "target_parameters", "arrow_config", "loftq_config",
-        "corda_config", "lora_ga_config", "megatron_config", "kasa_config", "velora_config", "monteclora_config",
-        "enable_lora", "use_mora",
+        "use_dora",
+        "modules_to_save",
+        "bias",
+        "lora_bias",
+        "trainable_token_indices",
+        "alora_invocation_tokens",
+        "layer_replication",
+        "use_qalora",
+        "use_bdlora",
+        "target_parameters",
+        "arrow_config",
+        "loftq_config",
+        "corda_config",
+        "lora_ga_config",
+        "megatron_config",
+        "kasa_config",
+        "velora_config",
+        "monteclora_config",
+        "enable_lora",
+        "use_mora",
     ];
     for key in changing {
         for empty in [json!(null), json!(false), json!({}), json!([]), json!("")] {

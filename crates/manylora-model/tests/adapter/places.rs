@@ -164,15 +164,29 @@ fn memory_and_disk_give_the_same_adapter() {
 #[test]
 fn names_of_bases() {
     let names = ["meta-llama/Llama-3.2-1B-Instruct".to_owned(), "served".to_owned()];
-    let same = ["meta-llama/Llama-3.2-1B-Instruct", "someone/llama-3.2-1b-instruct", "/models/Llama-3.2-1B-Instruct/",
-        "C:\\models\\Llama-3.2-1B-Instruct", "served", "", "/",
-        "/cache/hub/models--unsloth--Llama-3.2-1B-Instruct/snapshots/0123abc"];
+    let same = [
+        "meta-llama/Llama-3.2-1B-Instruct",
+        "someone/llama-3.2-1b-instruct",
+        "/models/Llama-3.2-1B-Instruct/",
+        "C:\\models\\Llama-3.2-1B-Instruct",
+        "served",
+        "",
+        "/",
+        "/cache/hub/models--unsloth--Llama-3.2-1B-Instruct/snapshots/0123abc",
+    ];
     for name in same {
         assert_eq!(compare(name, &names), BaseMatch::Same, "{name}");
     }
-    let siblings = ["unsloth/Llama-3.2-1B-Instruct-bnb-4bit", "unsloth/llama-3.2-1b-instruct-unsloth-bnb-4bit",
-        "x/Llama-3.2-1B-Instruct-AWQ", "x/Llama-3.2-1B-Instruct-GPTQ-Int4", "x/Llama-3.2-1B-Instruct-GGUF",
-        "Llama-3.2-1B-Instruct.Q4_1.gguf", "Llama-3.2-1B-Instruct-Q4_K_M.gguf", "Llama-3.2-1B-Instruct-quantized.w4a16"];
+    let siblings = [
+        "unsloth/Llama-3.2-1B-Instruct-bnb-4bit",
+        "unsloth/llama-3.2-1b-instruct-unsloth-bnb-4bit",
+        "x/Llama-3.2-1B-Instruct-AWQ",
+        "x/Llama-3.2-1B-Instruct-GPTQ-Int4",
+        "x/Llama-3.2-1B-Instruct-GGUF",
+        "Llama-3.2-1B-Instruct.Q4_1.gguf",
+        "Llama-3.2-1B-Instruct-Q4_K_M.gguf",
+        "Llama-3.2-1B-Instruct-quantized.w4a16",
+    ];
     for name in siblings {
         assert_eq!(compare(name, &names), BaseMatch::SameButForFormat, "{name}");
     }
@@ -189,7 +203,8 @@ fn a_19_another_base_warns_and_strict_base_refuses() {
     let plain = policy("llama");
     let strict = AdapterPolicy { strict_base: true, ..plain.clone() };
     let named = |name| HandMade::on_llama(4).with("base_model_name_or_path", name);
-    for (name, warnings) in [(json!("x/LLAMA"), 0), (json!(null), 0), (json!("x/llama-bnb-4bit"), 1), (json!("opt"), 1)] {
+    for (name, warnings) in [(json!("x/LLAMA"), 0), (json!(null), 0), (json!("x/llama-bnb-4bit"), 1), (json!("opt"), 1)]
+    {
         let adapter = named(name.clone()).load(&plain).unwrap();
         assert_eq!(adapter.report.warnings.len(), warnings, "{name}: {:?}", adapter.report.warnings);
     }

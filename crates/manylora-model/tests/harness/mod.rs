@@ -14,17 +14,8 @@ use safetensors::SafeTensors;
 use serde_json::Value;
 
 /// Bases of the oracle.
-pub const BASES: [&str; 9] = [
-    "llama",
-    "llama-tied",
-    "llama-odd",
-    "llama-deep",
-    "llama-rope3",
-    "qwen2",
-    "qwen2-padded",
-    "qwen3",
-    "mistral",
-];
+pub const BASES: [&str; 9] =
+    ["llama", "llama-tied", "llama-odd", "llama-deep", "llama-rope3", "qwen2", "qwen2-padded", "qwen3", "mistral"];
 
 /// Logits and log-probabilities in f32, from the oracle's own advice.
 pub const TOLERANCE: f32 = 1e-4;
@@ -68,7 +59,9 @@ impl Oracle {
             None => &self.manifest["base_expect"],
             Some(name) => &self.manifest["adapters"][name]["expect_by_prompt"],
         };
-        part.as_object().map(|map| map.iter().map(|(key, value)| (key.clone(), value.clone())).collect()).unwrap_or_default()
+        part.as_object()
+            .map(|map| map.iter().map(|(key, value)| (key.clone(), value.clone())).collect())
+            .unwrap_or_default()
     }
 
     pub fn adapters(&self) -> Vec<(String, Value)> {
@@ -163,13 +156,7 @@ impl Model {
     }
 
     /// Logits at the given positions of a prompt, prefilled in chunks of `chunk` rows.
-    pub fn logits(
-        &mut self,
-        tokens: &[u32],
-        wanted: &[usize],
-        adapters: &[(u32, f32)],
-        chunk: usize,
-    ) -> Vec<Vec<f32>> {
+    pub fn logits(&mut self, tokens: &[u32], wanted: &[usize], adapters: &[(u32, f32)], chunk: usize) -> Vec<Vec<f32>> {
         let vocabulary = self.decoder.spec().vocab_size;
         let mut rows = Vec::new();
         for (index, part) in tokens.chunks(chunk).enumerate() {
@@ -267,8 +254,7 @@ pub fn compare_prompt(
     let most = difference(&stored, &want);
     assert!(most <= tolerance, "{label}: logits differ by {most}, more than {tolerance}");
     if let Some(want) = oracle.array(&format!("{key}/prompt_logprobs")) {
-        let got: Vec<f32> =
-            tokens.iter().skip(1).zip(&logits).map(|(token, logits)| logprob(logits, *token)).collect();
+        let got: Vec<f32> = tokens.iter().skip(1).zip(&logits).map(|(token, logits)| logprob(logits, *token)).collect();
         let most = difference(&got, &want);
         assert!(most <= 2.0 * tolerance, "{label}: prompt logprobs differ by {most}");
     }

@@ -12,6 +12,8 @@ mod loader;
 mod lower;
 mod running;
 mod startup;
+#[cfg(test)]
+mod steady_step;
 mod submit;
 mod worker;
 

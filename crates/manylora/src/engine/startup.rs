@@ -2,11 +2,12 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::AtomicU64;
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, OnceLock};
 use std::thread::{Builder, JoinHandle};
 
-use manylora_core::{ControlPlane, CoreConfig, Digest, LoraMemory, budget};
+use manylora_core::budget::{Ledger, ModelDimensions, NumberFormat, TargetModule};
+use manylora_core::{ControlPlane, CoreConfig, Digest, LoraMemory};
 use manylora_kernels::StorageType;
 use manylora_kernels::cpu::{CpuBackend, CpuOptions, SimdLevel};
 use manylora_model::adapter::AdapterPolicy;
@@ -22,7 +23,7 @@ pub use manylora_model::decoder::LoadProgress;
 use super::handle::{EngineHandle, Shared};
 use super::lower::LoweredStep;
 use super::worker::Worker;
-use super::loader;
+use super::loader::{self, Job};
 use crate::config::{DType, EngineConfig};
 use crate::error::EngineError;
 use crate::registry::Registry;
@@ -70,10 +71,26 @@ struct Sizes {
     max_model_len: usize,
 }
 
+/// Loads the base and starts the threads.
 pub(crate) fn start(
     config: EngineConfig,
     progress: &mut dyn FnMut(LoadProgress),
 ) -> Result<(EngineHandle, Vec<JoinHandle<()>>), EngineError> {
+    spawn(assemble(config, progress)?)
+}
+
+/// Everything that a running engine is made of, before any thread is started.
+pub(crate) struct Assembled {
+    pub(crate) shared: Shared,
+    pub(crate) worker: Worker,
+    jobs: Receiver<Job>,
+}
+
+/// Loads the base and puts the engine together.
+pub(crate) fn assemble(
+    config: EngineConfig,
+    progress: &mut dyn FnMut(LoadProgress),
+) -> Result<Assembled, EngineError> {
     check_limits(&config)?;
     let checkpoint = Checkpoint::open(&config.model)?;
     let spec = checkpoint.spec.clone();
@@ -131,7 +148,40 @@ pub(crate) fn start(
         base_names,
         notes,
     };
-    spawn(config, info, spec, tokenizer, chat_template, core, decoder, policy)
+    let (commands, received) = channel();
+    let (jobs, ordered) = channel();
+    let registry = Arc::new(Registry::default());
+    let packer = decoder.packer();
+    let step = LoweredStep::new(
+        max_rows,
+        config.max_num_seqs,
+        info.kv_blocks.min(config.max_num_seqs * info.max_model_len.div_ceil(config.block_size)),
+        config.block_size,
+    );
+    let worker =
+        Worker::new(core, Box::new(decoder), Arc::clone(&registry), received, jobs, step, config.max_num_seqs);
+    let mut end_tokens = info.generation.eos.clone();
+    if let Some(end) = tokenizer.as_ref().and_then(Tokenizer::eos)
+        && !end_tokens.contains(&end)
+    {
+        end_tokens.push(end);
+    }
+    let shared = Shared {
+        config,
+        info,
+        spec,
+        end_tokens,
+        tokenizer,
+        chat_template,
+        registry,
+        policy,
+        packer,
+        next_request: AtomicU64::new(0),
+        next_submission: AtomicU64::new(0),
+        commands,
+        stopped: Arc::new(OnceLock::new()),
+    };
+    Ok(Assembled { shared, worker, jobs: ordered })
 }
 
 fn check_limits(config: &EngineConfig) -> Result<(), EngineError> {
@@ -223,13 +273,12 @@ fn decide_sizes(config: &EngineConfig, spec: &ModelSpec, notes: &mut Vec<String>
             message: format!("the weights alone in {dtype_name}; use a smaller model, dtype bfloat16, or a bigger machine"),
         }));
     }
-    let block_bytes = budget::kv_block_bytes(
-        spec.layers as u64,
-        spec.kv_heads as u64,
-        spec.head_dim as u64,
-        config.block_size as u64,
-        dtype.bytes() as u64,
-    );
+    let number = match dtype {
+        StorageType::Bf16 => NumberFormat::Bf16,
+        StorageType::F32 => NumberFormat::F32,
+    };
+    let dimensions = dimensions(spec);
+    let block_bytes = dimensions.kv_block_bytes(config.block_size as u64, number);
     let blocks_of = |tokens: usize| tokens.div_ceil(config.block_size) as u64;
     let context = config.max_model_len.unwrap_or(spec.max_position_embeddings);
     if context > spec.max_position_embeddings {
@@ -248,15 +297,18 @@ fn decide_sizes(config: &EngineConfig, spec: &ModelSpec, notes: &mut Vec<String>
              free; lower it"
         )));
     }
-    let blocks = ledger_bytes / block_bytes;
+    let ledger = Ledger { bytes: ledger_bytes, block_bytes, block_size: config.block_size };
     let mut max_model_len = context;
-    if blocks_of(context) > blocks {
-        let fits = blocks as usize * config.block_size;
+    if ledger.sequence_bytes(context) > ledger_bytes {
+        // A lowered context leaves room for one adapter of the largest rank, so that the shelf is not empty for ever.
+        let adapter = dimensions.adapter_bytes(config.max_lora_rank as u64, &TargetModule::ALL, number);
+        let kept = if config.enable_lora { adapter.min(ledger_bytes / 2) } else { 0 };
+        let fits = ledger.longest_sequence(if config.max_model_len.is_none() { kept } else { 0 });
         if config.max_model_len.is_some() || fits == 0 {
             return Err(EngineError::InvalidArgument(format!(
                 "max_model_len `{context}` needs {} bytes of KV cache and there are {ledger_bytes}; at most {fits} tokens \
                  fit: lower max_model_len or raise kv_cache_memory_bytes",
-                blocks_of(context) * block_bytes
+                ledger.sequence_bytes(context)
             )));
         }
         max_model_len = fits;
@@ -264,14 +316,29 @@ fn decide_sizes(config: &EngineConfig, spec: &ModelSpec, notes: &mut Vec<String>
             "max_model_len lowered from {context} to {fits}: {ledger_bytes} bytes of KV cache hold no more"
         ));
     }
-    let blocks = usize::try_from(blocks).unwrap_or(usize::MAX).min(u32::MAX as usize / config.block_size);
+    let blocks = ledger.blocks_beside(0).min(u32::MAX as usize / config.block_size);
     Ok(Sizes { dtype, dtype_name, block_bytes, ledger_bytes, blocks, max_model_len })
+}
+
+fn dimensions(spec: &ModelSpec) -> ModelDimensions {
+    ModelDimensions {
+        layers: spec.layers as u64,
+        hidden: spec.hidden_size as u64,
+        intermediate: spec.intermediate_size as u64,
+        heads: spec.heads as u64,
+        kv_heads: spec.kv_heads as u64,
+        head_dim: spec.head_dim as u64,
+        vocabulary: spec.vocab_size as u64,
+        tied: spec.tied,
+        attention_bias: spec.qkv_bias,
+        head_norm: spec.qk_norm,
+    }
 }
 
 fn core_config(config: &EngineConfig, sizes: &Sizes, base_digest: Digest) -> CoreConfig {
     CoreConfig {
         max_num_seqs: config.max_num_seqs,
-        max_num_batched_tokens: config.max_num_batched_tokens.max(config.max_num_seqs),
+        max_num_batched_tokens: config.max_num_batched_tokens,
         max_model_len: sizes.max_model_len,
         block_size: config.block_size,
         block_bytes: sizes.block_bytes,
@@ -287,67 +354,22 @@ fn core_config(config: &EngineConfig, sizes: &Sizes, base_digest: Digest) -> Cor
     }
 }
 
-#[expect(clippy::too_many_arguments, reason = "called once, with everything that was built")]
-fn spawn(
-    config: EngineConfig,
-    info: EngineInfo,
-    spec: ModelSpec,
-    tokenizer: Option<Tokenizer>,
-    chat_template: Option<ChatTemplate>,
-    core: ControlPlane,
-    decoder: Decoder<CpuBackend>,
-    policy: AdapterPolicy,
-) -> Result<(EngineHandle, Vec<JoinHandle<()>>), EngineError> {
-    let (commands, received) = channel();
-    let (jobs, ordered) = channel();
-    let registry = Arc::new(Registry::default());
-    let stopped = Arc::new(OnceLock::new());
-    let packer = decoder.packer();
-    let step = LoweredStep::new(
-        config.max_num_batched_tokens.max(config.max_num_seqs),
-        config.max_num_seqs,
-        info.kv_blocks.min(config.max_num_seqs * info.max_model_len.div_ceil(config.block_size)),
-        config.block_size,
-    );
-    let max_num_seqs = config.max_num_seqs;
-    let mut end_tokens = info.generation.eos.clone();
-    if let Some(end) = tokenizer.as_ref().and_then(Tokenizer::eos)
-        && !end_tokens.contains(&end)
-    {
-        end_tokens.push(end);
-    }
+fn spawn(assembled: Assembled) -> Result<(EngineHandle, Vec<JoinHandle<()>>), EngineError> {
+    let Assembled { shared, mut worker, jobs } = assembled;
     let loader = {
-        let (commands, policy, packer) = (commands.clone(), policy.clone(), Arc::clone(&packer));
-        thread("manylora-loader", move || loader::run(&ordered, &commands, &policy, packer.as_ref()))?
+        let (commands, policy, packer) = (shared.commands.clone(), shared.policy.clone(), Arc::clone(&shared.packer));
+        thread("manylora-loader", move || loader::run(&jobs, &commands, &policy, packer.as_ref()))?
     };
-    let engine = {
-        let (registry, stopped) = (Arc::clone(&registry), Arc::clone(&stopped));
-        thread("manylora-engine", move || {
-            let mut worker = Worker::new(core, Box::new(decoder), registry, received, jobs, step, max_num_seqs);
-            // A panic here is a bug; callers still get an error that names it instead of waiting for ever.
-            let why = match catch_unwind(AssertUnwindSafe(|| worker.run())) {
-                Ok(()) => "it was shut down".to_owned(),
-                Err(panic) => format!("its thread failed: {}", panic_message(panic.as_ref())),
-            };
-            worker.close(&why);
-            let _ = stopped.set(why);
-        })?
-    };
-    let shared = Shared {
-        config,
-        info,
-        spec,
-        end_tokens,
-        tokenizer,
-        chat_template,
-        registry,
-        policy,
-        packer,
-        next_request: AtomicU64::new(0),
-        next_submission: AtomicU64::new(0),
-        commands,
-        stopped,
-    };
+    let stopped = Arc::clone(&shared.stopped);
+    let engine = thread("manylora-engine", move || {
+        // A panic here is a bug; callers still get an error that names it instead of waiting for ever.
+        let why = match catch_unwind(AssertUnwindSafe(|| worker.run())) {
+            Ok(()) => "it was shut down".to_owned(),
+            Err(panic) => format!("its thread failed: {}", panic_message(panic.as_ref())),
+        };
+        worker.close(&why);
+        let _ = stopped.set(why);
+    })?;
     Ok((EngineHandle { shared: Arc::new(shared) }, vec![engine, loader]))
 }
 

@@ -3,7 +3,7 @@
 //! A steady decode step (plan, forward, greedy sampling, commit) allocates nothing and takes no lock; deltas are
 //! delivered after it.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, TryRecvError};
 use std::time::Instant;
@@ -36,8 +36,9 @@ pub(crate) struct Worker {
     jobs: Sender<Job>,
     clock: Instant,
     running: HashMap<RequestId, RunningSequence>,
-    /// Packed adapters that the control plane knows as loaded, by version.
+    /// Packed adapters, by version: those in the runner's table, and for a moment those that were just read.
     packed: HashMap<Digest, PackedHandle>,
+    installed: HashSet<Digest>,
     /// Packed by the caller of a load, for the control plane's order that follows at once.
     preloaded: HashMap<RegistrationId, (Digest, PackedHandle)>,
     sources: HashMap<RegistrationId, (AdapterSource, Digest)>,
@@ -77,6 +78,7 @@ impl Worker {
             clock: Instant::now(),
             running: HashMap::new(),
             packed: HashMap::new(),
+            installed: HashSet::new(),
             preloaded: HashMap::new(),
             sources: HashMap::new(),
             waiters: HashMap::new(),
@@ -92,25 +94,25 @@ impl Worker {
 
     /// Runs until told to stop or until every handle is gone.
     pub(crate) fn run(&mut self) {
-        loop {
-            let mut ran = false;
-            loop {
-                match self.commands.try_recv() {
-                    Ok(Command::Shutdown) | Err(TryRecvError::Disconnected) => return,
-                    Ok(command) => self.handle(command),
-                    Err(TryRecvError::Empty) => break,
-                }
-            }
-            if self.core.plan(self.now(), &mut self.plan) {
-                ran = true;
-                self.run_step();
-            }
+        while self.take_commands() {
+            let ran = self.step();
             self.carry_out_effects();
             if !ran {
                 match self.commands.recv() {
                     Ok(Command::Shutdown) | Err(_) => return,
                     Ok(command) => self.handle(command),
                 }
+            }
+        }
+    }
+
+    /// Handles all commands that are there; false if one of them, or the lack of anyone to send one, ends the loop.
+    pub(crate) fn take_commands(&mut self) -> bool {
+        loop {
+            match self.commands.try_recv() {
+                Ok(Command::Shutdown) | Err(TryRecvError::Disconnected) => return false,
+                Ok(command) => self.handle(command),
+                Err(TryRecvError::Empty) => return true,
             }
         }
     }
@@ -140,7 +142,7 @@ impl Worker {
                     self.core.handle(now, Event::Abort(request));
                 }
             }
-            Command::Register(read, reply) => self.register(*read, reply),
+            Command::Register(read, reply) => drop(reply.send(self.register_now(*read))),
             Command::Reread { registration, result } => {
                 let result = match result {
                     Ok(reread) => {
@@ -172,17 +174,14 @@ impl Worker {
         self.carry_out_effects();
     }
 
-    fn register(&mut self, read: ReadAdapter, reply: Reply<AdapterInfo>) {
+    /// Registers an adapter that was read: makes it resident if there is room, then publishes its name.
+    pub(crate) fn register_now(&mut self, read: ReadAdapter) -> Result<AdapterInfo, EngineError> {
         let now = self.now();
-        match self.registry.check(&read.source, read.version) {
-            Err(error) => return drop(reply.send(Err(error))),
-            Ok(Some(existing)) => {
-                if let Some(id) = read.source.int_id {
-                    self.registry.add_id(&read.source.name, id);
-                }
-                return drop(reply.send(Ok(existing)));
+        if let Some(existing) = self.registry.check(&read.source, read.version)? {
+            if let Some(id) = read.source.int_id {
+                self.registry.add_id(&read.source.name, id);
             }
-            Ok(None) => {}
+            return Ok(existing);
         }
         let registration = self.core.next_registration();
         let info = AdapterInfo {
@@ -202,14 +201,14 @@ impl Worker {
         self.preloaded.remove(&registration);
         if let Some(message) = self.failures.remove(&registration) {
             self.core.handle(now, Event::Unload { registration, mode: UnloadMode::Abort });
-            return drop(reply.send(Err(EngineError::AdapterOperation { name: info.name, message })));
+            return Err(EngineError::AdapterOperation { name: info.name, message });
         }
         // Published only now: the name led to the old version until here (promise P7).
         let replaced = self.registry.publish(Entry { info: info.clone(), registration });
         if let Some(old) = replaced {
             self.core.handle(now, Event::Unload { registration: old, mode: UnloadMode::Drain });
         }
-        let _ = reply.send(Ok(info));
+        Ok(info)
     }
 
     fn unload(&mut self, name: &str, mode: UnloadMode, reply: Reply<()>) {
@@ -249,13 +248,17 @@ impl Worker {
         loop {
             self.effects.extend(self.core.drain_effects());
             if self.effects.is_empty() {
-                return;
+                break;
             }
             let mut effects = std::mem::take(&mut self.effects);
             for effect in effects.drain(..) {
                 self.carry_out(effect);
             }
             self.effects = effects;
+        }
+        // What was read for a registration that has gone meanwhile was never installed: drop it.
+        if self.packed.len() != self.installed.len() {
+            self.packed.retain(|digest, _| self.installed.contains(digest));
         }
     }
 
@@ -265,10 +268,12 @@ impl Worker {
             Effect::Install { slot, digest } => {
                 if let Some(handle) = self.packed.get(&digest) {
                     self.runner.install(slot.0, handle.clone());
+                    self.installed.insert(digest);
                 }
             }
             Effect::Evict { slot, digest } => {
                 self.runner.remove(slot.0);
+                self.installed.remove(&digest);
                 self.packed.remove(&digest);
             }
             Effect::LeaseBound(_) => {}
@@ -313,6 +318,17 @@ impl Worker {
         }
     }
 
+    /// Plans and runs one step; false if nothing can run now.
+    pub(crate) fn step(&mut self) -> bool {
+        if !self.core.plan(self.now(), &mut self.plan) {
+            return false;
+        }
+        self.run_step();
+        self.deliver();
+        true
+    }
+
+    /// The part of a step that allocates nothing once it is steady: forward, greedy sampling, commit.
     fn run_step(&mut self) {
         self.step.lower(&self.plan);
         self.runner.forward(&self.step.batch);
@@ -328,7 +344,6 @@ impl Worker {
             self.sample_chunk(first, chunk.min(wanted - first));
         }
         self.core.commit(self.now(), &self.outcome);
-        self.deliver();
     }
 
     fn sample_chunk(&mut self, first: usize, count: usize) {

@@ -31,14 +31,14 @@ trait Element: Copy {
 }
 
 impl Element for f32 {
-    #[inline(always)]
+    #[inline]
     fn unpack(step: &[Self; WIDTH]) -> [f32; WIDTH] {
         *step
     }
 }
 
 impl Element for u16 {
-    #[inline(always)]
+    #[inline]
     fn unpack(step: &[Self; WIDTH]) -> [f32; WIDTH] {
         let mut weights = [0.0; WIDTH];
         for lane in 0..WIDTH / 2 {

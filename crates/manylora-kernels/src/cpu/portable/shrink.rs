@@ -24,7 +24,7 @@ pub(in crate::cpu) unsafe fn shrink_bf16(job: &ShrinkJob<'_>) {
     unsafe { shrink(job, bf16_to_f32) }
 }
 
-#[inline(always)]
+#[inline]
 unsafe fn shrink<E: Copy>(job: &ShrinkJob<'_>, to_f32: impl Fn(E) -> f32) {
     for rank in job.ranks.clone() {
         // SAFETY: row `rank` of A has `inputs` elements.

@@ -1,6 +1,7 @@
 //! Panel kernels for AVX2 with FMA: up to six rows by 16 outputs in twelve accumulators, or fewer rows by several
 //! panels so that enough chains are in flight to keep memory busy.
 #![expect(unsafe_code, reason = "SIMD intrinsics over pointers")]
+#![expect(clippy::needless_range_loop, reason = "indices name registers; the loops are unrolled")]
 
 use std::arch::x86_64::{
     __m256, _MM_HINT_T0, _mm_prefetch, _mm256_and_si256, _mm256_broadcast_ss, _mm256_castsi256_ps, _mm256_fmadd_ps,
@@ -16,7 +17,9 @@ const MOST_ROWS: usize = 6;
 /// Steps between two prefetches.
 const UNROLL: usize = 4;
 /// How far ahead of its use the packed stream is prefetched when it is read once.
-const AHEAD: usize = 1536;
+const AHEAD: usize = 4096;
+/// The same with several panels side by side, each of them a stream.
+const AHEAD_OF_EACH: usize = 1536;
 
 /// Panels of 16 outputs, f32.
 ///
@@ -41,13 +44,14 @@ pub(in crate::cpu) unsafe fn panel_bf16(job: &PanelJob<'_>) {
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 unsafe fn panel<const BF16: bool>(job: &PanelJob<'_>) {
+    let step_bytes = if BF16 { 32 } else { 64 };
     // SAFETY: passed on; each arm's ROWS is the length of the rows it gets.
     unsafe {
         match (job.panels, job.rows.len()) {
-            (4, 1) => block::<BF16, 1, 4>(job, job.rows, AHEAD, UNROLL),
-            (2, 1) => block::<BF16, 1, 2>(job, job.rows, AHEAD, UNROLL),
-            (2, 2) => block::<BF16, 2, 2>(job, job.rows, AHEAD, UNROLL),
-            (2, 3) => block::<BF16, 3, 2>(job, job.rows, AHEAD, UNROLL),
+            (4, 1) => block::<BF16, 1, 4>(job, job.rows, AHEAD_OF_EACH, UNROLL * step_bytes),
+            (2, 1) => block::<BF16, 1, 2>(job, job.rows, AHEAD_OF_EACH, UNROLL * step_bytes),
+            (2, 2) => block::<BF16, 2, 2>(job, job.rows, AHEAD_OF_EACH, UNROLL * step_bytes),
+            (2, 3) => block::<BF16, 3, 2>(job, job.rows, AHEAD_OF_EACH, UNROLL * step_bytes),
             (1, _) => single_panel::<BF16>(job),
             (panels, rows) => unreachable!("no register block of {rows} rows by {panels} panels"),
         }
@@ -173,7 +177,7 @@ unsafe fn one_step<const BF16: bool, const ROWS: usize, const PANELS: usize>(
                     _mm256_castsi256_ps(_mm256_and_si256(both, high_halves)),
                 )
             } else {
-                (_mm256_load_ps(address.cast()), _mm256_load_ps(address.cast::<f32>().add(8)))
+                (_mm256_load_ps(address.cast()), _mm256_load_ps(address.add(32).cast()))
             }
         };
         for row in 0..ROWS {

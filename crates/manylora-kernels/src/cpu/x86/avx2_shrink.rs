@@ -1,5 +1,6 @@
 //! The shrink for AVX2 with FMA: dot products in eight lanes, up to three rows by four ranks at a time.
 #![expect(unsafe_code, reason = "SIMD intrinsics over pointers")]
+#![expect(clippy::needless_range_loop, reason = "indices name registers; the loops are unrolled")]
 
 use std::arch::x86_64::{
     __m256, _mm_add_ps, _mm_add_ss, _mm_cvtss_f32, _mm_loadu_si128, _mm_movehdup_ps, _mm_movehl_ps,

@@ -3,6 +3,7 @@
 //! The instruction adds, in each f32 lane, the products of the lane's two bf16 halves to the accumulator; denormals
 //! count as zero. One accumulator per (row, output) runs over the pairs in order.
 #![expect(unsafe_code, reason = "SIMD intrinsics over pointers")]
+#![expect(clippy::needless_range_loop, reason = "indices name registers; the loops are unrolled")]
 
 use std::arch::x86_64::{
     __m256bh, __m256i, __m512, __m512bh, __m512i, _MM_HINT_T0, _mm_prefetch, _mm256_storeu_si256, _mm512_cvtneps_pbh,

@@ -1,0 +1,171 @@
+//! Models and adapters of real shapes with random weights, written as the files that the loaders read.
+
+use std::fs;
+use std::io::{self, BufWriter, Write};
+use std::path::Path;
+
+/// Shape of a Qwen2-like decoder.
+#[derive(Clone, Copy, Debug)]
+pub struct Shape {
+    /// Width of the residual stream.
+    pub hidden: usize,
+    /// Width of the MLP.
+    pub intermediate: usize,
+    /// Layers.
+    pub layers: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key/value heads.
+    pub kv_heads: usize,
+    /// Width of a head.
+    pub head_dim: usize,
+    /// Vocabulary; the embedding is the head.
+    pub vocab: usize,
+}
+
+impl Shape {
+    /// Qwen2.5-0.5B.
+    pub const HALF_BILLION: Self =
+        Self { hidden: 896, intermediate: 4864, layers: 24, heads: 14, kv_heads: 2, head_dim: 64, vocab: 151_936 };
+
+    /// The linear maps of a layer: name, outputs, inputs.
+    pub fn linears(&self) -> [(&'static str, usize, usize); 7] {
+        let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
+        [
+            ("self_attn.q_proj", q, self.hidden),
+            ("self_attn.k_proj", kv, self.hidden),
+            ("self_attn.v_proj", kv, self.hidden),
+            ("self_attn.o_proj", self.hidden, q),
+            ("mlp.gate_proj", self.intermediate, self.hidden),
+            ("mlp.up_proj", self.intermediate, self.hidden),
+            ("mlp.down_proj", self.hidden, self.intermediate),
+        ]
+    }
+
+    /// Weights that every decode step reads.
+    pub fn parameters(&self) -> usize {
+        let layer: usize = self.linears().iter().map(|(_, outputs, inputs)| outputs * inputs).sum();
+        self.layers * layer + self.head_parameters()
+    }
+
+    /// Weights of the head.
+    pub fn head_parameters(&self) -> usize {
+        self.vocab * self.hidden
+    }
+
+    /// Weights of an adapter on all linear maps of the layers.
+    pub fn adapter_parameters(&self, rank: usize) -> usize {
+        let layer: usize = self.linears().iter().map(|(_, outputs, inputs)| (outputs + inputs) * rank).sum();
+        self.layers * layer
+    }
+}
+
+/// Small random numbers as bf16, the same on every run.
+struct Random(u64);
+
+impl Random {
+    fn bf16(&mut self, scale: f32) -> [u8; 2] {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        let value = ((self.0 >> 40) as f32 / (1 << 23) as f32 - 1.0) * scale;
+        ((value.to_bits() >> 16) as u16).to_le_bytes()
+    }
+}
+
+struct Tensor {
+    name: String,
+    shape: Vec<usize>,
+    scale: f32,
+    /// Added to every value: norms are around 1.
+    constant: Option<f32>,
+}
+
+fn write(path: &Path, tensors: &[Tensor], seed: u64) -> io::Result<()> {
+    let mut header = serde_json::Map::new();
+    let mut offset = 0;
+    for tensor in tensors {
+        let end = offset + 2 * tensor.shape.iter().product::<usize>();
+        let entry = serde_json::json!({ "dtype": "BF16", "shape": tensor.shape, "data_offsets": [offset, end] });
+        header.insert(tensor.name.clone(), entry);
+        offset = end;
+    }
+    let header = serde_json::to_vec(&header)?;
+    let mut file = BufWriter::with_capacity(1 << 20, fs::File::create(path)?);
+    file.write_all(&(header.len() as u64).to_le_bytes())?;
+    file.write_all(&header)?;
+    let mut random = Random(seed);
+    for tensor in tensors {
+        for _ in 0..tensor.shape.iter().product::<usize>() {
+            match tensor.constant {
+                Some(value) => file.write_all(&((value.to_bits() >> 16) as u16).to_le_bytes())?,
+                None => file.write_all(&random.bf16(tensor.scale))?,
+            }
+        }
+    }
+    file.flush()
+}
+
+fn tensor(name: String, shape: &[usize], scale: f32) -> Tensor {
+    Tensor { name, shape: shape.to_vec(), scale, constant: None }
+}
+
+fn constant(name: String, length: usize, value: f32) -> Tensor {
+    Tensor { name, shape: vec![length], scale: 0.0, constant: Some(value) }
+}
+
+/// Writes a model folder, unless it is there already.
+pub fn model(folder: &Path, shape: &Shape) -> io::Result<()> {
+    if folder.join("config.json").exists() {
+        return Ok(());
+    }
+    fs::create_dir_all(folder)?;
+    let mut tensors = vec![tensor("model.embed_tokens.weight".to_owned(), &[shape.vocab, shape.hidden], 0.05)];
+    for layer in 0..shape.layers {
+        let name = |part: &str| format!("model.layers.{layer}.{part}");
+        for norm in ["input_layernorm.weight", "post_attention_layernorm.weight"] {
+            tensors.push(constant(name(norm), shape.hidden, 1.0));
+        }
+        for (linear, outputs, inputs) in shape.linears() {
+            let scale = 1.7 / (inputs as f32).sqrt();
+            tensors.push(tensor(name(&format!("{linear}.weight")), &[outputs, inputs], scale));
+        }
+        for (linear, outputs, _) in &shape.linears()[..3] {
+            tensors.push(constant(name(&format!("{linear}.bias")), *outputs, 0.0));
+        }
+    }
+    tensors.push(constant("model.norm.weight".to_owned(), shape.hidden, 1.0));
+    write(&folder.join("model.safetensors"), &tensors, 0x9E37_79B9_7F4A_7C15)?;
+    let config = serde_json::json!({
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim,
+        "hidden_act": "silu", "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": true, "torch_dtype": "bfloat16", "eos_token_id": 0,
+    });
+    fs::write(folder.join("config.json"), serde_json::to_vec_pretty(&config)?)
+}
+
+/// Writes a PEFT folder with factors on all linear maps, unless it is there already.
+pub fn adapter(folder: &Path, shape: &Shape, rank: usize, seed: u64) -> io::Result<()> {
+    if folder.join("adapter_config.json").exists() {
+        return Ok(());
+    }
+    fs::create_dir_all(folder)?;
+    let mut tensors = Vec::new();
+    for layer in 0..shape.layers {
+        for (linear, outputs, inputs) in shape.linears() {
+            let name = format!("base_model.model.model.layers.{layer}.{linear}");
+            tensors.push(tensor(format!("{name}.lora_A.weight"), &[rank, inputs], 1.0 / (inputs as f32).sqrt()));
+            tensors.push(tensor(format!("{name}.lora_B.weight"), &[outputs, rank], 0.05));
+        }
+    }
+    write(&folder.join("adapter_model.safetensors"), &tensors, seed.wrapping_mul(0x2545_F491_4F6C_DD1D) | 1)?;
+    let targets: Vec<&str> =
+        shape.linears().iter().filter_map(|(name, _, _)| name.split_once('.').map(|(_, name)| name)).collect();
+    let config = serde_json::json!({
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": null, "r": rank,
+        "lora_alpha": 2 * rank, "lora_dropout": 0.0, "bias": "none", "target_modules": targets,
+    });
+    fs::write(folder.join("adapter_config.json"), serde_json::to_vec_pretty(&config)?)
+}

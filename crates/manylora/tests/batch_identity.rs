@@ -1,0 +1,141 @@
+//! Promise P3: the tokens and logprobs of a request do not depend on its neighbours, its row, chunking, preemption,
+//! prefix-cache hits, eviction, load order or thread count, bit for bit.
+
+mod common;
+
+use common::{Answer, Oracle, answers, engine, greedy, load, request};
+use manylora::{Engine, EngineConfig, GenerateRequest, SamplingParams};
+use proptest::prelude::*;
+
+const ADAPTERS: [Option<&str>; 7] =
+    [None, Some("alpha"), Some("beta"), Some("gamma"), Some("rank5"), Some("embed-head-nocopy"), Some("layers-0")];
+
+fn with_adapters(oracle: &Oracle, configure: impl FnOnce(&mut EngineConfig)) -> Engine {
+    let engine = engine(oracle, configure);
+    let names: Vec<&str> = ADAPTERS.iter().flatten().copied().collect();
+    load(&engine, oracle, &names);
+    engine
+}
+
+/// A request by numbers, so that proptest can shrink it.
+#[derive(Clone, Debug)]
+struct Row {
+    adapter: usize,
+    prompt: Vec<u32>,
+    max_tokens: usize,
+    sampled: bool,
+}
+
+impl Row {
+    fn request(&self) -> GenerateRequest {
+        let greedy = greedy(self.max_tokens);
+        let params = if self.sampled {
+            SamplingParams { temperature: 0.9, top_p: 0.9, seed: Some(11), repetition_penalty: 1.1, ..greedy }
+        } else {
+            greedy
+        };
+        request(&self.prompt, ADAPTERS[self.adapter], params)
+    }
+}
+
+fn rows() -> impl Strategy<Value = Vec<Row>> {
+    // Few distinct prompts of several blocks, so that prefixes are shared across adapters.
+    let prompt = (0_u32..3, 1_usize..40)
+        .prop_map(|(kind, length)| (0..length as u32).map(|index| 3 + (index * 7 + kind * 31) % 250).collect());
+    let row = (0..ADAPTERS.len(), prompt, 1_usize..12, any::<bool>())
+        .prop_map(|(adapter, prompt, max_tokens, sampled)| Row { adapter, prompt, max_tokens, sampled });
+    prop::collection::vec(row, 1..12)
+}
+
+fn solo(engine: &Engine, rows: &[Row]) -> Vec<Answer> {
+    rows.iter().flat_map(|row| answers(engine, vec![row.request()])).collect()
+}
+
+#[test]
+fn solo_equals_batched_bit_for_bit() {
+    let oracle = Oracle::open("llama");
+    let reference = with_adapters(&oracle, |config| config.enable_prefix_caching = false);
+    let variants: Vec<(&str, Engine)> = vec![
+        ("batched", with_adapters(&oracle, |_| {})),
+        ("chunks of 5", with_adapters(&oracle, |config| {
+            config.max_num_batched_tokens = 5;
+            config.max_num_seqs = 4;
+        })),
+        // 14 blocks of 4 positions: less than two long sequences, so that requests are preempted all the time.
+        ("tiny KV pool", with_adapters(&oracle, |config| {
+            config.max_model_len = Some(52);
+            config.kv_cache_memory_bytes = Some(14 * 4 * 256 + 600_000);
+        })),
+        ("one thread", with_adapters(&oracle, |config| config.num_threads = Some(1))),
+        ("blocks of 16", with_adapters(&oracle, |config| config.block_size = 16)),
+        ("one adapter a step", with_adapters(&oracle, |config| config.max_loras = Some(1))),
+        ("two resident adapters", with_adapters(&oracle, |config| {
+            config.max_loras = Some(2);
+            config.max_cpu_loras = Some(2);
+        })),
+    ];
+    let config = ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() };
+    let mut runner = proptest::test_runner::TestRunner::new_with_rng(
+        config,
+        proptest::test_runner::TestRng::deterministic_rng(proptest::test_runner::RngAlgorithm::ChaCha),
+    );
+    runner
+        .run(&rows(), |rows| {
+            let expected = solo(&reference, &rows);
+            for (name, engine) in &variants {
+                let got = answers(engine, rows.iter().map(Row::request).collect());
+                prop_assert_eq!(&got, &expected, "{}", name);
+            }
+            Ok(())
+        })
+        .expect("every variant gives the solo answers");
+}
+
+/// A-37, promise P4: LoRA off, on with nothing loaded, and on with idle adapters give identical base results.
+#[test]
+fn a_37_base_is_neutral() {
+    let oracle = Oracle::open("llama");
+    let prompts = ["few", "mid", "long"].map(|name| oracle.prompt(name));
+    let run = |engine: &Engine| {
+        answers(engine, prompts.iter().map(|prompt| request(prompt, None, greedy(8))).collect())
+    };
+    let off = run(&engine(&oracle, |config| config.enable_lora = false));
+    assert_eq!(run(&engine(&oracle, |_| {})), off);
+    assert_eq!(run(&with_adapters(&oracle, |_| {})), off);
+}
+
+/// every ordering of base, ALPHA, BETA, ALPHA in one batch, the same prompt and sampling object.
+#[test]
+fn a_36_every_ordering_of_one_batch() {
+    let oracle = Oracle::open("llama");
+    let engine = with_adapters(&oracle, |_| {});
+    let prompt = oracle.prompt("long");
+    let solo = |adapter| answers(&engine, vec![request(&prompt, adapter, greedy(8))]).remove(0);
+    let [base, alpha, beta] = [None, Some("alpha"), Some("beta")].map(solo);
+    let all = [(None, &base), (Some("alpha"), &alpha), (Some("beta"), &beta), (Some("alpha"), &alpha)];
+    for code in 0..256_usize {
+        let order = [code & 3, code >> 2 & 3, code >> 4 & 3, code >> 6];
+        if (0..4).any(|index| !order.contains(&index)) {
+            continue;
+        }
+        let requests = order.iter().map(|&index| request(&prompt, all[index].0, greedy(8))).collect();
+        for (answer, &index) in answers(&engine, requests).iter().zip(&order) {
+            assert_eq!(answer, all[index].1, "{order:?}");
+        }
+    }
+}
+
+/// the same greedy request 50 times, alone and among 16 others.
+#[test]
+fn a_43_repeats_are_bit_equal() {
+    let oracle = Oracle::open("llama");
+    let engine = with_adapters(&oracle, |_| {});
+    let one = || request(&oracle.prompt("mid"), Some("alpha"), greedy(6));
+    let first = answers(&engine, vec![one()]).remove(0);
+    for _ in 0..50 {
+        assert_eq!(answers(&engine, vec![one()]).remove(0), first);
+    }
+    for answer in answers(&engine, (0..17).map(|_| one()).collect()) {
+        assert_eq!(answer, first);
+    }
+}

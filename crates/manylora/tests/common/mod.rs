@@ -1,0 +1,85 @@
+//! Engines on the oracle's tiny bases, and reading what PEFT computes for them.
+
+#![allow(dead_code, reason = "each test binary uses its own part of this module")]
+
+#[path = "../../../manylora-model/tests/harness/mod.rs"]
+mod harness;
+
+use std::path::PathBuf;
+
+use manylora::engine::Logits;
+use manylora::{AdapterSource, DType, Engine, EngineConfig, EngineHandle, GenerateRequest, SamplingParams};
+
+pub use harness::{NEAR_TIE, Oracle, TOLERANCE, oracle_root, positions};
+
+/// An engine on a base of the oracle: f32, small steps, a KV cache of 256 blocks unless `configure` says otherwise.
+pub fn engine(oracle: &Oracle, configure: impl FnOnce(&mut EngineConfig)) -> Engine {
+    let mut config = EngineConfig::new(oracle.base_folder());
+    config.dtype = DType::Float32;
+    config.max_lora_rank = 64;
+    config.max_num_seqs = 16;
+    config.max_num_batched_tokens = 64;
+    config.block_size = 4;
+    config.num_threads = Some(2);
+    config.kv_cache_memory_bytes = Some(4 << 20);
+    configure(&mut config);
+    Engine::start(config).expect("the engine starts")
+}
+
+pub fn adapter_path(oracle: &Oracle, name: &str) -> PathBuf {
+    oracle.folder.join("adapters").join(name)
+}
+
+pub fn load(engine: &EngineHandle, oracle: &Oracle, names: &[&str]) {
+    for name in names {
+        engine.load_adapter(AdapterSource::directory(*name, adapter_path(oracle, name))).expect("the adapter loads");
+    }
+}
+
+/// Compares the stored rows of a prompt's logits.
+pub fn compare(oracle: &Oracle, key: &str, expectation: &serde_json::Value, logits: &Logits) {
+    let wanted = oracle.array(&format!("{key}/logits")).unwrap_or_else(|| panic!("{key} has logits"));
+    for (row, position) in positions(expectation).into_iter().enumerate() {
+        let got = &logits.values[position * logits.vocab_size..(position + 1) * logits.vocab_size];
+        let want = &wanted[row * logits.vocab_size..(row + 1) * logits.vocab_size];
+        let worst = got.iter().zip(want).map(|(got, want)| (got - want).abs()).fold(0.0, f32::max);
+        assert!(worst <= TOLERANCE, "{key} position {position}: logits differ by {worst}");
+    }
+}
+
+/// Greedy, `max_tokens` tokens whatever they are, with logprobs: everything that must be equal bit for bit.
+pub fn greedy(max_tokens: usize) -> SamplingParams {
+    SamplingParams {
+        temperature: 0.0,
+        max_tokens: Some(max_tokens),
+        ignore_eos: true,
+        logprobs: Some(2),
+        ..SamplingParams::default()
+    }
+}
+
+pub fn request(prompt: &[u32], adapter: Option<&str>, params: SamplingParams) -> GenerateRequest {
+    let request = GenerateRequest::tokens(prompt).params(params);
+    match adapter {
+        Some(name) => request.adapter(name),
+        None => request,
+    }
+}
+
+/// Tokens and the bits of all logprobs.
+pub type Answer = (Vec<u32>, Vec<(u32, u32)>);
+
+/// Runs requests together and returns their first samples' answers, in order.
+pub fn answers(engine: &EngineHandle, requests: Vec<GenerateRequest>) -> Vec<Answer> {
+    let streams = engine.submit_all(requests, false).expect("the requests are good");
+    streams.into_iter().map(|mut stream| {
+        let samples = stream.collect_all().expect("the request finishes");
+        let sample = &samples[0];
+        let bits = sample
+            .logprobs
+            .iter()
+            .flat_map(|position| position.entries.iter().map(|entry| (entry.token, entry.logprob.to_bits())))
+            .collect();
+        (sample.token_ids.clone(), bits)
+    }).collect()
+}

@@ -1,0 +1,60 @@
+"""The command `manylora`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+from manylora._core import __version__
+from manylora.cli import demo
+from manylora.exceptions import ManyLoRAError
+
+EXAMPLES = """\
+examples:
+  manylora demo                          one mixed batch of three adapters and the base on SmolLM2-135M
+  manylora demo --model ~/smollm2.gguf   the same on a file that is there already
+  manylora demo --max-tokens 64 --dtype float32 --threads 1
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="manylora",
+        description="Serve many LoRA adapters on one base model, a different one for each row of a batch.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"manylora {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    demo.add_parser(commands)
+    parsed = parser.parse_args(arguments)
+    if not hasattr(parsed, "run"):
+        parser.print_help()
+        return 0
+    _show_log()
+    try:
+        status: int = parsed.run(parsed)
+    except ManyLoRAError as error:
+        print(f"manylora: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("manylora: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has gone (`manylora demo | head`); there is nobody to tell.
+        sys.stderr.close()
+        return 141
+    return status
+
+
+def _show_log() -> None:
+    """Show the package's own messages; a program that imports the package decides for itself."""
+    logger = logging.getLogger("manylora")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO)

@@ -1,0 +1,107 @@
+"""What callers pass to `generate` and `chat`, brought into one form and checked."""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+from manylora.exceptions import ValidationError
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+@dataclass
+class ParsedPrompt:
+    """A prompt as text or as token ids (which win when there are both), and what keeps its KV blocks apart."""
+
+    text: str | None = None
+    token_ids: list[int] | None = None
+    cache_salt: str | None = None
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+    """Return the prompts as a list; a bare list of token ids is one prompt."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
+        raise ValidationError(
+            f"prompts must be text, token ids, a dictionary or a list of these, got {type(prompts).__name__}"
+        )
+    listed: list[Any] = list(prompts)
+    return [listed] if listed and all(isinstance(item, Integral) for item in listed) else listed
+
+
+def parse(prompt: Any) -> ParsedPrompt:
+    """Return a prompt of any form in the one form."""
+    if isinstance(prompt, str):
+        return ParsedPrompt(prompt)
+    if isinstance(prompt, Mapping):
+        for key in ("prompt_embeds", "multi_modal_data", "encoder_prompt", "decoder_prompt"):
+            if prompt.get(key) is not None:
+                raise ValidationError(f"prompts with `{key}` are not supported: models are text-only")
+        salt = prompt.get("cache_salt")
+        if salt is not None and (not isinstance(salt, str) or not salt):
+            raise ValidationError(f"cache_salt must be a non-empty string, got {salt!r}")
+        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if text is not None and not isinstance(text, str):
+            raise ValidationError(f"`prompt` of a prompt dictionary must be text, got {type(text).__name__}")
+        if text is None and token_ids is None:
+            raise ValidationError(f"a prompt dictionary needs `prompt` or `prompt_token_ids`, got keys {sorted(prompt)}")
+        return ParsedPrompt(text, None if token_ids is None else _tokens(token_ids), salt)
+    if isinstance(prompt, Iterable) and not isinstance(prompt, bytes):
+        return ParsedPrompt(token_ids=_tokens(prompt))
+    raise ValidationError(f"a prompt must be text, token ids or a dictionary, got {type(prompt).__name__}")
+
+
+def _tokens(values: Any) -> list[int]:
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise ValidationError(f"token ids must be a list of integers, got {type(values).__name__}")
+    return [_token(value) for value in values]
+
+
+def _token(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ValidationError(f"token ids must be integers, got {value!r}")
+    token = operator.index(value)
+    if not 0 <= token < 2**32:
+        raise ValidationError(f"Token id {token} is out of vocabulary")
+    return token
+
+
+def per_prompt(value: Any, count: int, name: str, default: Callable[[], Any]) -> list[Any]:
+    """Return one value per prompt: a single one is given to all, None stands for the default."""
+    if value is None:
+        return [default() for _ in range(count)]
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        if len(value) != count:
+            raise ValidationError(f"The lengths of prompts ({count}) and {name} ({len(value)}) must be the same.")
+        return [default() if item is None else item for item in value]
+    return [value] * count
+
+
+def priority_of(value: Any) -> int:
+    """Return a priority."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or not -(2**63) <= operator.index(value) < 2**63:
+        raise ValidationError(f"priority must be an integer of 64 bits, got {value!r}")
+    return operator.index(value)
+
+
+def add_special_tokens(kwargs: Mapping[str, Any] | None, default: bool) -> bool:
+    """Return the one tokenization argument that is honoured."""
+    given = dict(kwargs or {})
+    value = bool(given.pop("add_special_tokens", default))
+    if given:
+        raise ValidationError(f"tokenization_kwargs {sorted(given)} are not supported; only add_special_tokens is")
+    return value
+
+
+def as_json(name: str, value: Any) -> str:
+    """Return a value as JSON, for the template engine."""
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise ValidationError(f"{name} must be plain data (text, numbers, lists, dictionaries): {error}") from error
