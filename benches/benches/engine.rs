@@ -58,8 +58,9 @@ impl Bench {
             let requests = (0..rows)
                 .map(|row| {
                     // Prompts differ from each other and from round to round, so that no prefix is found in the cache.
-                    let prompt: Vec<u32> =
-                        (0..length).map(|at| ((at * 131 + row * 7919 + round * 104_729) % 150_000) as u32 + 1).collect();
+                    let prompt: Vec<u32> = (0..length)
+                        .map(|at| ((at * 131 + row * 7919 + round * 104_729) % 150_000) as u32 + 1)
+                        .collect();
                     let params = SamplingParams {
                         temperature: 0.0,
                         max_tokens: Some(tokens),
@@ -84,7 +85,14 @@ impl Bench {
         (0..self.options.rounds).map(once).fold(f64::INFINITY, f64::min)
     }
 
-    fn decode(&mut self, limits: &Limits, what: &str, rows: usize, adapters: usize, adapter: &dyn Fn(usize) -> Option<String>) -> f64 {
+    fn decode(
+        &mut self,
+        limits: &Limits,
+        what: &str,
+        rows: usize,
+        adapters: usize,
+        adapter: &dyn Fn(usize) -> Option<String>,
+    ) -> f64 {
         let tokens = self.options.tokens;
         let long = self.seconds(rows, PROMPT, tokens, adapter);
         let short = self.seconds(rows, PROMPT, 1, adapter);
@@ -96,7 +104,8 @@ impl Bench {
 
     fn line(&mut self, what: &str, rate: f64, fraction: f64) {
         println!("{what:<44} {rate:>9.1} tok/s   {fraction:>5.2} of the roofline");
-        self.lines.push(serde_json::json!({ "case": what, "tokens_per_second": rate, "fraction_of_roofline": fraction }));
+        self.lines
+            .push(serde_json::json!({ "case": what, "tokens_per_second": rate, "fraction_of_roofline": fraction }));
     }
 }
 
@@ -117,7 +126,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut config = EngineConfig::new(&model);
     config.skip_tokenizer_init = true;
     config.dtype = DType::BFloat16;
-    config.max_num_batched_tokens = 4096;
+    config.max_num_batched_tokens = Some(4096);
     config.kv_cache_memory_bytes = Some(1 << 30);
     config.num_threads = options.threads;
     let engine = Engine::start(config)?;

@@ -71,13 +71,8 @@ fn linear(c: &mut Criterion) {
                 let id = BenchmarkId::new(format!("{name}, rank {rank}"), rows);
                 group.bench_function(id, |bencher| {
                     bencher.iter(|| {
-                        let part = LinearPart {
-                            weight: &weight,
-                            bias: None,
-                            site,
-                            out: &mut out,
-                            mode: LinearOutput::Store,
-                        };
+                        let part =
+                            LinearPart { weight: &weight, bias: None, site, out: &mut out, mode: LinearOutput::Store };
                         backend.linear(rows, &plan, &table, black_box(&input), &mut [part]);
                     });
                 });

@@ -5,6 +5,7 @@ The API is vLLM's: `LLM`, `SamplingParams`, `LoRARequest`, `RequestOutput`.
 
 from manylora._core import __version__
 from manylora.exceptions import AdapterError, ManyLoRAError, ValidationError
+from manylora.inputs import TextPrompt, TokensPrompt
 from manylora.llm import LLM
 from manylora.lora.request import LoRARequest
 from manylora.outputs import CompletionOutput, Logprob, RequestOutput
@@ -14,12 +15,14 @@ __all__ = [
     "LLM",
     "AdapterError",
     "CompletionOutput",
-    "Logprob",
     "LoRARequest",
+    "Logprob",
     "ManyLoRAError",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
     "ValidationError",
     "__version__",
 ]

@@ -47,6 +47,7 @@ class Argument:
         choices: the values it takes, when they are few.
         same: further values that mean the same as the default.
         ours: whether vLLM does not have it.
+
     """
 
     name: str
@@ -105,13 +106,30 @@ MODEL = (
     _honoured("chat_template", None, Kind.TEXT, "template text, or a file with it, that replaces the model's"),
     _honoured("dtype", "auto", Kind.DTYPE, "auto, bfloat16, float32, float16 (computed in float32)"),
     _honoured("seed", 0, Kind.SEED, "seed of requests that bring none"),
-    _honoured("max_model_len", None, Kind.COUNT, "longest sequence; None = the model's context, lowered to what fits",
-              same=(-1, "auto")),
-    _honoured("generation_config", "auto", Kind.TEXT, "auto: defaults of generation_config.json; vllm: none of them",
-              "auto", "vllm"),
+    _honoured(
+        "max_model_len",
+        None,
+        Kind.COUNT,
+        "longest sequence; None = the model's context, lowered to what fits",
+        same=(-1, "auto"),
+    ),
+    _honoured(
+        "generation_config",
+        "auto",
+        Kind.TEXT,
+        "auto: defaults of generation_config.json; vllm: none of them",
+        "auto",
+        "vllm",
+    ),
     _honoured("max_logprobs", 20, Kind.LIMIT, "most logprobs per token; -1 = the whole vocabulary"),
-    _honoured("logprobs_mode", "raw_logprobs", Kind.TEXT, "what logprobs are of, before temperature and penalties",
-              "raw_logprobs", "raw_logits"),
+    _honoured(
+        "logprobs_mode",
+        "raw_logprobs",
+        Kind.TEXT,
+        "what logprobs are of, before temperature and penalties",
+        "raw_logprobs",
+        "raw_logits",
+    ),
     _honoured("use_tqdm_on_load", True, Kind.SWITCH, "show a progress bar while the model loads"),
     _honoured("disable_log_stats", True, Kind.SWITCH, "False logs the engine's counters when it is closed"),
     _no_effect("trust_remote_code", False, "no code of a checkpoint is ever run"),
@@ -152,13 +170,15 @@ MEMORY = (
     _honoured("max_num_seqs", 64, Kind.COUNT, "sequences per step"),
     _honoured("max_num_batched_tokens", 2048, Kind.COUNT, "rows per step"),
     _honoured("block_size", 16, Kind.COUNT, "tokens per KV block"),
-    _honoured("kv_cache_memory_bytes", None, Kind.COUNT,
-              "bytes shared by KV blocks and adapters; None = from free memory"),
+    _honoured(
+        "kv_cache_memory_bytes", None, Kind.COUNT, "bytes shared by KV blocks and adapters; None = from free memory"
+    ),
     _honoured("enable_prefix_caching", True, Kind.SWITCH, "keep KV blocks for requests with the same prefix"),
     _honoured("enable_chunked_prefill", True, Kind.SWITCH, "prompts may be split over steps"),
     _honoured("scheduling_policy", "fcfs", Kind.TEXT, "order of waiting requests", "fcfs", "priority"),
-    _honoured("num_threads", None, Kind.COUNT, "compute threads; None = physical cores within affinity and quota",
-              ours=True),
+    _honoured(
+        "num_threads", None, Kind.COUNT, "compute threads; None = physical cores within affinity and quota", ours=True
+    ),
     _honoured("pin_threads", False, Kind.SWITCH, "pin compute threads to cores", ours=True),
     _no_effect("gpu_memory_utilization", 0.92, _CPU + "; use kv_cache_memory_bytes", 0.9),
     _no_effect("enforce_eager", False, _GRAPHS),
@@ -184,7 +204,7 @@ MEMORY = (
     _no_effect("long_prefill_token_threshold", 0, _CHUNKS),
     _no_effect("max_num_partial_prefills", 1, _CHUNKS),
     _no_effect("max_long_partial_prefills", 1, _CHUNKS),
-    _no_effect("scheduler_reserve_full_isl", True, "blocks are taken as a sequence grows, and preempted ones recomputed"),
+    _no_effect("scheduler_reserve_full_isl", True, "blocks are taken as a sequence grows"),
     _no_effect("disable_hybrid_kv_cache_manager", None, "there is one kind of KV block", False),
     _no_effect("disable_cascade_attn", False, "there is one attention implementation"),
     _no_effect("attention_backend", None, "there is one attention implementation"),
@@ -231,10 +251,16 @@ LORA = (
     _honoured("max_loras", None, Kind.COUNT, "distinct adapters per step; None = no cap"),
     _honoured("max_cpu_loras", None, Kind.COUNT, "resident adapters; None = unbounded"),
     _honoured("lora_target_modules", None, Kind.NAMES, "modules that adapters may touch; None = all"),
-    _honoured("lora_memory_bytes", None, Kind.COUNT, "bytes for adapters; None = elastic, shared with the KV cache",
-              ours=True),
-    _honoured("lora_root", None, Kind.PATHS, "folder(s) that adapters must lie in (the hub cache counts); None = any",
-              ours=True),
+    _honoured(
+        "lora_memory_bytes", None, Kind.COUNT, "bytes for adapters; None = elastic, shared with the KV cache", ours=True
+    ),
+    _honoured(
+        "lora_root",
+        None,
+        Kind.PATHS,
+        "folder(s) that adapters must lie in (the hub cache counts); None = any",
+        ours=True,
+    ),
     _honoured("strict_base", False, Kind.SWITCH, "refuse adapters that name another base", ours=True),
     _no_effect("lora_dtype", "auto", "adapters are stored in the model's dtype"),
     _no_effect("specialize_active_lora", False, "kernels do not depend on the number of adapters"),
@@ -361,11 +387,12 @@ def markdown() -> str:
     lines = [
         "# Arguments of `LLM(...)`",
         "",
-        "Every argument of vLLM's `LLM(...)` and of its engine arguments, and what ManyLoRA does with it. *Honoured*: it",
-        "works. *Accepted without effect*: setting it logs one warning with the reason. *Refused*: setting it to anything",
-        "but its default raises `ValidationError` with the reason. Arguments marked + are ManyLoRA's own.",
+        "Every argument of vLLM's `LLM(...)` and of its engine arguments, and what ManyLoRA does with it. *Honoured*:",
+        "it works. *Accepted without effect*: setting it logs one warning with the reason. *Refused*: setting it to",
+        "anything but its default raises `ValidationError` with the reason. Arguments marked + are ManyLoRA's own.",
         "",
-        "This page is made from the table that the code applies: `python -m manylora.arguments > docs/llm-arguments.md`.",
+        "This page is the table that the code applies, written by",
+        "`python -c 'from manylora import arguments; print(arguments.markdown(), end=\"\")' > docs/llm-arguments.md`.",
     ]
     for title, section in SECTIONS.items():
         lines += ["", f"## {title}", "", "| argument | default | treatment | |", "|---|---|---|---|"]
@@ -375,7 +402,3 @@ def markdown() -> str:
             note = (argument.note + choices).replace("|", "\\|")
             lines.append(f"| {name} | `{argument.default!r}` | {argument.treatment.value} | {note} |")
     return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 from manylora import _core, hub
 from manylora.engine_args import Settings
-from manylora.exceptions import ValidationError
+from manylora.exceptions import UnknownAdapterError, ValidationError
 from manylora.lora.request import LoRARequest
 from manylora.sampling_params import SamplingParams
 
@@ -47,6 +48,7 @@ class LLMEngine:
 
         Raises:
             AdapterError: it was refused, or its name or id is in use for other content.
+
         """
         if not self.settings.enable_lora:
             raise ValidationError(f"Got lora_request {lora_request} but LoRA is not enabled!")
@@ -65,12 +67,16 @@ class LLMEngine:
 
         Returns:
             Whether there was one.
+
         """
-        record = self._by_id(lora_id)
-        if record is None:
-            return False
-        self.core.unload_adapter(record.name, "drain")
-        return True
+        records = self._by_id(lora_id)
+        removed = False
+        for record in records:
+            # Another thread may have removed it since.
+            with contextlib.suppress(UnknownAdapterError):
+                self.core.unload_adapter(record.name, "drain")
+                removed = True
+        return removed
 
     def list_loras(self) -> set[int]:
         """Return the integer ids of the loaded adapters."""
@@ -82,11 +88,13 @@ class LLMEngine:
         Raises:
             ValidationError: there is none.
             AdapterError: no room may be pinned any more; the message has the numbers.
+
         """
-        record = self._by_id(lora_id)
-        if record is None:
+        records = self._by_id(lora_id)
+        if not records:
             raise ValidationError(f"no adapter has the id {lora_id}; loaded ids: {sorted(self.list_loras())}")
-        self.core.pin_adapter(record.name, True)
+        for record in records:
+            self.core.pin_adapter(record.name, True)
         return True
 
     def ensure_all(self, lora_requests: Sequence[LoRARequest | None]) -> list[list[tuple[str, float]]]:
@@ -97,6 +105,7 @@ class LLMEngine:
 
         Raises:
             AdapterError: one was refused, or its name or id is in use for other content.
+
         """
         # Each distinct request once: `load_inplace` means one replacement, not one per prompt or step.
         names: dict[tuple[str, int, str, bool], str] = {}
@@ -131,8 +140,9 @@ class LLMEngine:
         stats: dict[str, Any] = json.loads(self.core.stats())
         return stats
 
-    def _by_id(self, lora_id: int) -> _core.AdapterRecord | None:
-        return next((record for record in self.core.list_adapters() if lora_id in record.int_ids), None)
+    def _by_id(self, lora_id: int) -> list[_core.AdapterRecord]:
+        # One content may be loaded under several names with one id.
+        return [record for record in self.core.list_adapters() if lora_id in record.int_ids]
 
     def _path(self, path: str) -> str:
         if path not in self._paths:

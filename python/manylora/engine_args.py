@@ -32,6 +32,7 @@ class Settings:
 
     Raises:
         ValidationError: an argument is unknown, of the wrong type, out of range, or refused.
+
     """
 
     model: str
@@ -55,7 +56,9 @@ class Settings:
                     f"{argument.name}={value!r} is not supported: {argument.note}; leave it at {argument.default!r}"
                 )
             if argument.treatment is Treatment.HONOURED:
-                checked = argument.default if is_default and not _is_number_like_bool(value) else _check(argument, value)
+                checked = (
+                    argument.default if is_default and not _is_number_like_bool(value) else _check(argument, value)
+                )
                 setattr(self, argument.name, checked)
         if self.model is None:
             raise ValidationError("model must be a local path or a hub id, got None")
@@ -64,6 +67,12 @@ class Settings:
             value = given.get(argument.name)
             if argument.treatment is Treatment.WITHOUT_EFFECT and not argument.is_default(value):
                 logger.warning("%s=%r has no effect: %s", argument.name, value, argument.note)
+
+    @property
+    def has_priorities(self) -> bool:
+        """Whether requests are ordered by their priority."""
+        given: Any = self
+        return bool(given.scheduling_policy == "priority")
 
     def native(self) -> dict[str, Any]:
         """Resolve paths and hub ids, and return the dictionary that the native engine reads."""
@@ -114,7 +123,11 @@ def _convert(kind: Kind, value: Any) -> Any:
             if not isinstance(listed, Sequence) or not listed:
                 return None
             kinds = (str, os.PathLike) if kind is Kind.PATHS else (str,)
-            return [str(item) for item in listed] if all(isinstance(item, kinds) and str(item) for item in listed) else None
+            return (
+                [str(item) for item in listed]
+                if all(isinstance(item, kinds) and str(item) for item in listed)
+                else None
+            )
         case Kind.SWITCH:
             return value if isinstance(value, bool) else None
         case Kind.COUNT | Kind.SEED | Kind.LIMIT:

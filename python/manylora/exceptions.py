@@ -27,12 +27,13 @@ class AdapterError(ManyLoRAError):
         reason: what is wrong, with the values, and what to do.
         report: the load report as far as it came, or None.
         kind: `invalid`, `not_found`, `forbidden`, `conflict` or `operation`.
+
     """
 
     def __init__(
         self, adapter: str, keys: list[str], reason: str, report: dict[str, Any] | None = None, kind: str = "invalid"
     ):
-        text = reason if adapter in reason else f"adapter `{adapter}`: {reason}"
+        text = reason if f"`{adapter}`" in reason else f"adapter `{adapter}`: {reason}"
         if keys and not any(key in text for key in keys):
             text += f" (keys: {', '.join(keys)})"
         super().__init__(text)

@@ -48,6 +48,7 @@ def resolve(
 
     Raises:
         HubError: offline and not in the cache, gated, or no such id.
+
     """
     found = local_path(path)
     if found is not None:

@@ -44,6 +44,7 @@ class LLM:
     Raises:
         ValidationError: an argument is unknown, out of range or not supported.
         ModelNotFoundError, ModelError, HubError: the model could not be loaded.
+
     """
 
     def __init__(self, model: str, **arguments: Any):
@@ -55,15 +56,14 @@ class LLM:
         self._core = core
         self._ids = itertools.count()
         self._pending: list[Pending] = []
+        self._closed = False
         info = core.info()
-        lines = [
-            f"{info.backend}, {info.dtype}: weights {_bytes(info.weight_bytes)}, {info.kv_blocks} KV blocks of "
-            f"{info.block_size} tokens and the adapter shelf share {_bytes(info.ledger_bytes)}; "
-            f"max_model_len {info.max_model_len}",
-            *info.notes,
-        ]
-        for line in lines:
-            logger.info(line)
+        blocks = f"{info.kv_blocks} KV blocks of {info.block_size} tokens"
+        start = f"{info.backend}; {_bytes(info.ledger_bytes)} for {blocks} and for adapters"
+        logger.info("%s; max_model_len %s", start, info.max_model_len)
+        # A lowered context, what dequantizing takes: seen without asking.
+        for note in info.notes:
+            logger.warning(note)
 
     @classmethod
     def from_engine_args(cls, engine_args: Any) -> LLM:
@@ -73,8 +73,9 @@ class LLM:
 
     def close(self) -> None:
         """Stop the engine and free the model; requests that run end with an error."""
-        if not self.settings.disable_log_stats:
-            logger.warning("engine counters: %s", self.llm_engine.stats())
+        if not self._closed and not self.settings.disable_log_stats:
+            logger.info("engine counters: %s", self.llm_engine.stats())
+        self._closed = True
         self._core.close()
 
     def __enter__(self) -> LLM:
@@ -111,6 +112,7 @@ class LLM:
         Raises:
             ValidationError: something about the call is wrong; nothing was run.
             AdapterError: an adapter was refused; nothing was run.
+
         """
         pending = self._enqueue_prompts(
             prompts, sampling_params, lora_request, priority, tokenization_kwargs, mm_processor_kwargs
@@ -152,6 +154,7 @@ class LLM:
 
         Returns:
             One output per conversation, in input order.
+
         """
         pending = self._enqueue_chats(
             messages,
@@ -192,6 +195,7 @@ class LLM:
 
         Returns:
             The request ids, in input order.
+
         """
         pending = self._enqueue_prompts(
             prompts, sampling_params, lora_request, priority, tokenization_kwargs, mm_processor_kwargs
@@ -220,6 +224,7 @@ class LLM:
 
         Returns:
             The request ids, in input order.
+
         """
         pending = self._enqueue_chats(messages, sampling_params, lora_request, priority, **chat_arguments)
         self._pending += pending
@@ -233,6 +238,7 @@ class LLM:
         Args:
             output_type: RequestOutput or None.
             use_tqdm: as in `generate`.
+
         """
         if output_type not in (None, RequestOutput):
             raise ValidationError(f"output_type must be RequestOutput, got {output_type!r}")
@@ -264,6 +270,7 @@ class LLM:
 
         Returns:
             version, rank, scale and effect per module, matched keys, ignored and refused keys with reasons, bytes.
+
         """
         for record in self._core.list_adapters():
             if record.name == name:
@@ -363,6 +370,11 @@ class LLM:
         params = per_prompt(sampling_params, count, "params", self.get_default_sampling_params)
         loras = per_prompt(lora_request, count, "lora_request", lambda: None)
         priorities = [priority_of(item) for item in per_prompt(priority, count, "priority", lambda: 0)]
+        if any(priorities) and not self.settings.has_priorities:
+            raise ValidationError(
+                f"Got priority {next(filter(None, priorities))} but priority scheduling is not enabled: "
+                "give LLM() scheduling_policy='priority'"
+            )
         for item in params:
             if not isinstance(item, SamplingParams):
                 raise ValidationError(f"sampling_params must be SamplingParams, got {type(item).__name__}")
@@ -403,17 +415,28 @@ class _LoadBar:
     """Progress of loading, in bytes of packed weights."""
 
     def __init__(self, disable: bool):
-        self._bar = tqdm(desc="Loading model", unit="B", unit_scale=True, unit_divisor=1024, disable=disable, leave=False)
+        self._disable = disable
+        self._bar: tqdm[NoReturn] | None = None
 
     def __enter__(self) -> _LoadBar:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()
 
     def update_to(self, done_bytes: int, total_bytes: int) -> None:
-        """Called by the native side."""
-        self._bar.total = total_bytes
+        """Show how far loading has come; called by the native side."""
+        if self._bar is None:
+            self._bar = tqdm(
+                desc="Loading model",
+                total=total_bytes,
+                unit="B",
+                unit_scale=True,
+                unit_divisor=1024,
+                disable=self._disable,
+                leave=False,
+            )
         self._bar.update(done_bytes - self._bar.n)
 
 
@@ -427,5 +450,5 @@ def _progress(use_tqdm: bool | Callable[..., Any], count: int) -> Any:
 def _bytes(count: int) -> str:
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:
-            return f"{count / size:.2f} {unit} ({count} bytes)"
+            return f"{count / size:.2f} {unit}"
     return f"{count} bytes"

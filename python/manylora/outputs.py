@@ -16,6 +16,7 @@ class Logprob:
         logprob: natural logarithm of the probability (or the raw logit under `logprobs_mode="raw_logits"`).
         rank: 1 + the number of tokens that are more likely.
         decoded_token: the token as text.
+
     """
 
     logprob: float

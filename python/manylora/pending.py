@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from manylora import _core
@@ -35,6 +35,7 @@ def collect(pending: list[Pending]) -> Iterator[tuple[Pending, list[_core.Delta]
     Raises:
         RequestError: a request could not be finished.
         EngineStoppedError: the engine was closed.
+
     """
     waiting = list(pending)
     done: dict[str, list[_core.Delta]] = {item.request_id: [] for item in pending}
@@ -99,7 +100,8 @@ def output(core: _core.Engine, item: Pending, samples: list[_core.Delta]) -> Req
 
 def _logprobs(core: _core.Engine, positions: list[Position]) -> list[dict[int, Logprob]]:
     ids = sorted({token for position in positions for token, _, _ in position})
-    texts: dict[int, str | None] = dict(zip(ids, core.token_texts(ids) or [None] * len(ids), strict=True))
+    known: Sequence[str | None] = core.token_texts(ids) or [None] * len(ids)
+    texts = dict(zip(ids, known, strict=True))
     return [
         {token: Logprob(logprob, rank, texts[token]) for token, logprob, rank in position} for position in positions
     ]

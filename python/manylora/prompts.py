@@ -11,6 +11,9 @@ from typing import Any
 
 from manylora.exceptions import ValidationError
 
+# Keys of a prompt dictionary.
+KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
@@ -40,9 +43,12 @@ def parse(prompt: Any) -> ParsedPrompt:
     if isinstance(prompt, str):
         return ParsedPrompt(prompt)
     if isinstance(prompt, Mapping):
-        for key in ("prompt_embeds", "multi_modal_data", "encoder_prompt", "decoder_prompt"):
-            if prompt.get(key) is not None:
-                raise ValidationError(f"prompts with `{key}` are not supported: models are text-only")
+        for key, value in prompt.items():
+            # Empty values of keys that other kinds of models need are usual.
+            if key not in KEYS and value is not None and value != {}:
+                raise ValidationError(
+                    f"prompts with `{key}` are not supported: models are text-only; the keys are {', '.join(KEYS)}"
+                )
         salt = prompt.get("cache_salt")
         if salt is not None and (not isinstance(salt, str) or not salt):
             raise ValidationError(f"cache_salt must be a non-empty string, got {salt!r}")
@@ -50,7 +56,9 @@ def parse(prompt: Any) -> ParsedPrompt:
         if text is not None and not isinstance(text, str):
             raise ValidationError(f"`prompt` of a prompt dictionary must be text, got {type(text).__name__}")
         if text is None and token_ids is None:
-            raise ValidationError(f"a prompt dictionary needs `prompt` or `prompt_token_ids`, got keys {sorted(prompt)}")
+            raise ValidationError(
+                f"a prompt dictionary needs `prompt` or `prompt_token_ids`, got keys {sorted(prompt)}"
+            )
         return ParsedPrompt(text, None if token_ids is None else _tokens(token_ids), salt)
     if isinstance(prompt, Iterable) and not isinstance(prompt, bytes):
         return ParsedPrompt(token_ids=_tokens(prompt))

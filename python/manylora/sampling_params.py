@@ -61,7 +61,7 @@ def _string_list(name: str, value: str | Sequence[str] | None) -> list[str]:
 def _integer_list(name: str, value: Sequence[int] | None) -> list[int]:
     values = [] if value is None else _list(name, value, "a list of token ids")
     for item in values:
-        if isinstance(item, bool) or not isinstance(item, Integral) or not 0 <= item < 2**32:
+        if isinstance(item, bool) or not isinstance(item, Integral) or not 0 <= int(item) < 2**32:
             raise ValidationError(f"{name} must be a list of token ids (integers from 0 up), got an item {item!r}")
     return [operator.index(item) for item in values]
 
@@ -108,6 +108,7 @@ class SamplingParams:
 
     Raises:
         ValidationError: a value is of the wrong type or out of range, or two values do not go together.
+
     """
 
     def __init__(
@@ -190,8 +191,9 @@ class SamplingParams:
         )
         for name, (default, _) in REFUSED_WHEN_SET.items():
             setattr(self, name, default)
-        # The native side has the one set of rules; it returns warnings about values that were adjusted.
-        for warning in _core.check_sampling_params(self):
+        # The native side has the one set of rules. What it adjusts is stored, so that it warns once.
+        self.temperature, warnings = _core.check_sampling_params(self)
+        for warning in warnings:
             logger.warning(warning)
 
     @staticmethod

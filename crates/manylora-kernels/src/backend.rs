@@ -182,6 +182,9 @@ pub trait Backend: Send + Sync + 'static {
     /// An empty KV cache. Memory is reserved, and committed by the pages that are written.
     fn kv_cache(&self, shape: KvShape) -> Result<Self::KvCache, KernelError>;
 
+    /// Gives back the memory of KV blocks, as far as whole pages lie inside them. Their content is lost.
+    fn release_blocks(&self, _cache: &mut Self::KvCache, _blocks: &[u32]) {}
+
     /// Packs an adapter into one blob. `fill(i, a, b)` writes the factors of `sites[i]` as f32, row-major, into
     /// vectors that it first resizes: A `[rank, input]`, B `[output, rank]`. Can be called from any thread.
     fn pack_adapter(

@@ -2,17 +2,20 @@
 //!
 //! Reading order: [`spec`] (what a model is), [`checkpoint`] (where its weights come from: safetensors, GGUF, INT4),
 //! [`decoder`] (the forward pass), [`runner`] (the face the engine sees), [`adapter`] (PEFT folders: applied completely
-//! or refused), [`tokenizer`] and [`chat`].
+//! or refused), `tokenizer` and `chat`. Without the default features `text` (those last two modules) and `dequantize`
+//! (quantized GGUF tensors), what is left reads headers, configurations and adapters with few dependencies.
 
 pub mod adapter;
+#[cfg(feature = "text")]
 pub mod chat;
 pub mod checkpoint;
 pub mod decoder;
 pub mod error;
 pub mod runner;
 pub mod spec;
+#[cfg(feature = "text")]
 pub mod tokenizer;
 
-pub use error::{AdapterRefusal, ModelError};
+pub use error::{AdapterRefusal, ModelError, RefusalKind};
 pub use runner::{AdapterPacker, PackedHandle, Runner};
 pub use spec::{Family, ModelSpec, RopeScaling, RopeSpec};

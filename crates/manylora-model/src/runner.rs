@@ -53,6 +53,8 @@ pub trait Runner: Send {
     fn install(&mut self, slot: u32, adapter: PackedHandle);
     /// Forgets what is in a slot.
     fn remove(&mut self, slot: u32);
+    /// Gives back the memory of KV blocks that are not used for now. Their content is lost; they can be used again.
+    fn release_blocks(&mut self, blocks: &[u32]);
     /// Bytes of the packed weights.
     fn weight_bytes(&self) -> u64;
 }

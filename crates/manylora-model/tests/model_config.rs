@@ -130,7 +130,7 @@ fn errors_name_the_key_and_the_value() {
         (json!({"architectures": "LlamaForCausalLM"}), "a list of strings"),
         (json!({"vocab_size": 0}), "`vocab_size` is `0`"),
         (json!({"vocab_size": -3}), "`vocab_size` is `-3`"),
-        (json!({"vocab_size": 1e30}), "`vocab_size` is `1e30`"),
+        (json!({"vocab_size": 1e30}), "`vocab_size` is `1e+30`"),
         (json!({"vocab_size": "many"}), "`vocab_size` is `\"many\"`"),
         (json!({"vocab_size": null}), "`vocab_size` is missing"),
         (json!({"hidden_size": 1u64 << 60}), "1152921504606846976"),
@@ -284,7 +284,8 @@ proptest! {
 
     #[test]
     fn no_text_panics(text in ".{0,200}") {
-        prop_assert!(config_object(Path::new("config.json"), text.as_bytes()).is_err() || text.trim_start().starts_with('{'));
+        let is_object = text.trim_start().starts_with(char::from(b'{'));
+        prop_assert!(is_object || config_object(Path::new("config.json"), text.as_bytes()).is_err());
         let _ = ModelSpec::parse(text.as_bytes());
     }
 }

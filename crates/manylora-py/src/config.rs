@@ -17,7 +17,7 @@ pub(crate) struct Config {
     dtype: String,
     max_model_len: Option<usize>,
     max_num_seqs: usize,
-    max_num_batched_tokens: usize,
+    max_num_batched_tokens: Option<usize>,
     block_size: usize,
     kv_cache_memory_bytes: Option<u64>,
     enable_prefix_caching: bool,

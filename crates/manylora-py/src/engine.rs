@@ -1,9 +1,11 @@
 //! The engine and a request's stream, as Python objects. Every call that waits releases the GIL.
 
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use manylora::engine::LoadProgress;
 use manylora::model::chat::RenderOptions;
 use manylora::{AdapterSource, EngineError, RequestStream, UnloadMode};
 use pyo3::prelude::*;
@@ -26,22 +28,24 @@ pub(crate) struct Engine {
 
 #[pymethods]
 impl Engine {
-    /// Loads the base. `progress(done_bytes, total_bytes)` is called while it loads; what it raises ends the load.
+    /// Loads the base. `progress(done_bytes, total_bytes)` is called while it loads; what it raises ends the load at
+    /// once (Ctrl-C arrives there).
     #[new]
     fn new(py: Python<'_>, config: Config, progress: Py<PyAny>) -> PyResult<Self> {
         let config = config.into_engine().into_python(py)?;
-        let mut raised = None;
-        let started = py.detach(|| {
-            manylora::Engine::start_with_progress(config, &mut |at| {
-                if raised.is_none() {
-                    raised = Python::attach(|py| progress.call1(py, (at.done_bytes, at.total_bytes)).err());
-                }
-            })
-        });
-        if let Some(error) = raised {
-            return Err(error);
-        }
-        let engine = started.into_python(py)?;
+        let mut report = |at: LoadProgress| {
+            if let Err(raised) = Python::attach(|py| progress.call1(py, (at.done_bytes, at.total_bytes))) {
+                // The engine's callback cannot fail; unwinding is what ends a load half way and frees what it has.
+                resume_unwind(Box::new(raised));
+            }
+        };
+        let start = || manylora::Engine::start_with_progress(config, &mut report);
+        let engine = match py.detach(|| catch_unwind(AssertUnwindSafe(start))) {
+            Ok(started) => started.into_python(py)?,
+            Err(payload) => {
+                return Err(payload.downcast::<PyErr>().map_or_else(|other| resume_unwind(other), |raised| *raised));
+            }
+        };
         Ok(Self { handle: engine.handle(), engine: Mutex::new(Some(engine)) })
     }
 
@@ -175,13 +179,8 @@ impl Engine {
             Some(serde_json::Value::Object(map)) => map,
             _ => serde_json::Map::new(),
         };
-        let options = RenderOptions {
-            tools,
-            add_generation_prompt,
-            continue_final_message,
-            kwargs,
-            ..RenderOptions::default()
-        };
+        let options =
+            RenderOptions { tools, add_generation_prompt, continue_final_message, kwargs, ..RenderOptions::default() };
         py.detach(|| self.handle.render_chat(&messages, template, &options)).into_python(py)
     }
 }
@@ -203,8 +202,7 @@ impl Stream {
     /// The next delta; None when all samples have finished. Raises `TimeoutError` after `timeout` seconds.
     fn next(&self, py: Python<'_>, timeout: f64) -> PyResult<Option<Delta>> {
         let timeout = Duration::try_from_secs_f64(timeout).unwrap_or(Duration::ZERO);
-        let next =
-            py.detach(|| self.stream.lock().unwrap_or_else(PoisonError::into_inner).next_timeout(timeout));
+        let next = py.detach(|| self.stream.lock().unwrap_or_else(PoisonError::into_inner).next_timeout(timeout));
         match next {
             Err(()) => Err(pyo3::exceptions::PyTimeoutError::new_err("no delta in time")),
             Ok(None) => Ok(None),

@@ -21,11 +21,7 @@ fn refused(py: Python<'_>, refusal: &AdapterRefusal) -> PyErr {
         RefusalKind::Invalid => "invalid",
     };
     let report = refusal.report.as_ref().map(ToString::to_string);
-    raise(
-        py,
-        "refused",
-        (refusal.adapter.as_str(), refusal.keys.clone(), refusal.reason.as_str(), report, kind),
-    )
+    raise(py, "refused", (refusal.adapter.as_str(), refusal.keys.clone(), refusal.reason.as_str(), report, kind))
 }
 
 /// The exception for an error.
@@ -42,6 +38,10 @@ pub(crate) fn to_python(py: Python<'_>, error: &EngineError) -> PyErr {
             raise(py, "refused", (name.as_str(), Vec::<String>::new(), message.as_str(), None::<String>, "operation"))
         }
         EngineError::RequestFailed(_) => raise(py, "RequestError", (message,)),
+        // What is wrong with messages, templates and text is wrong with an argument.
+        EngineError::Model(ModelError::ChatTemplate(_) | ModelError::Tokenizer(_)) => {
+            raise(py, "ValidationError", (message,))
+        }
         EngineError::Model(ModelError::NotFound { .. }) => raise(py, "ModelNotFoundError", (message,)),
         EngineError::Model(_) | EngineError::Kernel(_) => raise(py, "ModelError", (message,)),
         EngineError::Stopped(_) => raise(py, "EngineStoppedError", (message,)),

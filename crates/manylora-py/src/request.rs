@@ -67,11 +67,12 @@ impl From<Params> for SamplingParams {
     }
 }
 
-/// Checks everything that can be checked without a model; returns warnings about values that will be adjusted.
+/// Checks everything that can be checked without a model; returns the temperature that will be used, and a line about
+/// each value that was adjusted.
 #[pyfunction]
-pub(crate) fn check_sampling_params(py: Python<'_>, params: Params) -> PyResult<Vec<String>> {
-    let params = SamplingParams::from(params);
-    params.normalize().map(|normalized| normalized.warnings).map_err(EngineError::from).into_python(py)
+pub(crate) fn check_sampling_params(py: Python<'_>, params: Params) -> PyResult<(f64, Vec<String>)> {
+    let normalized = SamplingParams::from(params).normalize().map_err(EngineError::from).into_python(py)?;
+    Ok((normalized.params.temperature, normalized.warnings))
 }
 
 /// `manylora.engine.Request`: exactly one of `text` and `token_ids` is set.

@@ -5,7 +5,6 @@ use std::path::PathBuf;
 use manylora_core::SchedulingPolicy;
 use manylora_core::sampling::LogprobsMode;
 
-
 /// Number format of the model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DType {
@@ -52,8 +51,8 @@ pub struct EngineConfig {
     pub max_model_len: Option<usize>,
     /// Sequences per step.
     pub max_num_seqs: usize,
-    /// Rows per step.
-    pub max_num_batched_tokens: usize,
+    /// Rows per step. None = 2048, or more where `max_num_seqs` or whole prompts (without chunked prefill) need it.
+    pub max_num_batched_tokens: Option<usize>,
     /// Tokens per KV block.
     pub block_size: usize,
     /// Bytes shared by KV blocks and adapters. None = from free memory.
@@ -110,7 +109,7 @@ impl EngineConfig {
             dtype: DType::Auto,
             max_model_len: None,
             max_num_seqs: 64,
-            max_num_batched_tokens: 2048,
+            max_num_batched_tokens: None,
             block_size: 16,
             kv_cache_memory_bytes: None,
             enable_prefix_caching: true,

@@ -37,4 +37,4 @@ pub use manylora_core::{FinishReason, SamplingParams, SchedulingPolicy, UnloadMo
 pub use manylora_model as model;
 pub use registry::{AdapterInfo, AdapterSource};
 pub use request::{AdapterSelection, GenerateRequest, Prompt};
-pub use stream::{Delta, RequestStream, StopReason};
+pub use stream::{BlockingDeltas, Delta, RequestStream, StopReason};

@@ -47,10 +47,24 @@ pub struct AdapterInfo {
     pub report: Arc<LoadReport>,
 }
 
+/// A registration as the table publishes it. Every clone is a hold: while a request that resolved the name is still on
+/// its way to the engine thread, an unload of the registration waits (promise P6).
 #[derive(Clone, Debug)]
 pub(crate) struct Entry {
     pub(crate) info: AdapterInfo,
     pub(crate) registration: RegistrationId,
+    hold: Arc<()>,
+}
+
+impl Entry {
+    pub(crate) fn new(info: AdapterInfo, registration: RegistrationId) -> Self {
+        Self { info, registration, hold: Arc::new(()) }
+    }
+
+    /// Whether this is the only clone left.
+    pub(crate) fn is_free(&self) -> bool {
+        Arc::strong_count(&self.hold) == 1
+    }
 }
 
 /// Shared between callers and the engine thread.
@@ -63,6 +77,18 @@ pub(crate) struct Registry {
 struct Table {
     by_name: BTreeMap<String, Entry>,
     name_of_id: HashMap<u64, String>,
+}
+
+impl Table {
+    /// Makes `name` the one owner of `id`.
+    fn own_id(&mut self, id: u64, name: &str) {
+        if let Some(previous) = self.name_of_id.insert(id, name.to_owned())
+            && previous != name
+            && let Some(entry) = self.by_name.get_mut(&previous)
+        {
+            entry.info.int_ids.retain(|other| *other != id);
+        }
+    }
 }
 
 impl Registry {
@@ -115,25 +141,33 @@ impl Registry {
         })
     }
 
-    /// Publishes an entry; returns the registration that the name led to before.
-    pub(crate) fn publish(&self, entry: Entry) -> Option<RegistrationId> {
+    /// Publishes an entry under its name and ids; returns the entry that the name led to before. Ids of the old version
+    /// lead to the new one.
+    pub(crate) fn publish(&self, mut entry: Entry) -> Option<Entry> {
         self.write(|table| {
             let name = entry.info.name.clone();
-            for id in &entry.info.int_ids {
-                table.name_of_id.insert(*id, name.clone());
+            if let Some(old) = table.by_name.get(&name) {
+                for id in &old.info.int_ids {
+                    if !entry.info.int_ids.contains(id) {
+                        entry.info.int_ids.push(*id);
+                    }
+                }
             }
-            table.by_name.insert(name, entry).map(|old| old.registration)
+            for id in entry.info.int_ids.clone() {
+                table.own_id(id, &name);
+            }
+            table.by_name.insert(name, entry)
         })
     }
 
     /// Lets a further integer id lead to an adapter that is there.
     pub(crate) fn add_id(&self, name: &str, id: u64) {
         self.write(|table| {
+            table.own_id(id, name);
             if let Some(entry) = table.by_name.get_mut(name)
                 && !entry.info.int_ids.contains(&id)
             {
                 entry.info.int_ids.push(id);
-                table.name_of_id.insert(id, name.to_owned());
             }
         });
     }

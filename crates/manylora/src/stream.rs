@@ -1,4 +1,4 @@
-//! A request's stream of deltas: usable from a plain thread (blocking iterator) and from async code (`Stream`).
+//! A request's stream of deltas: usable from a plain thread (blocking iteration) and from async code (`Stream`).
 
 use std::collections::VecDeque;
 use std::pin::Pin;
@@ -44,7 +44,10 @@ pub struct Delta {
 #[derive(Debug, Default)]
 struct State {
     queue: VecDeque<Result<Delta, EngineError>>,
+    /// Samples that have not ended.
     open: usize,
+    /// Whether an error ended the stream: its samples that still run are of no use.
+    failed: bool,
     waker: Option<Waker>,
 }
 
@@ -68,6 +71,9 @@ impl StreamSender {
     /// Delivers a delta. A finish reason closes that sample.
     pub(crate) fn send(&self, delta: Delta) {
         let mut state = self.0.lock();
+        if state.failed {
+            return;
+        }
         if delta.finish_reason.is_some() {
             state.open = state.open.saturating_sub(1);
         }
@@ -80,6 +86,7 @@ impl StreamSender {
         let mut state = self.0.lock();
         if state.open > 0 {
             state.open = 0;
+            state.failed = true;
             state.queue.push_back(Err(error));
         }
         self.wake(state);
@@ -114,7 +121,8 @@ pub(crate) fn channel(
     prompt_token_ids: Arc<Vec<u32>>,
     on_drop: impl FnOnce() + Send + Sync + 'static,
 ) -> (StreamSender, RequestStream) {
-    let shared = Arc::new(Shared { state: Mutex::new(State { open: samples, ..State::default() }), ..Shared::default() });
+    let shared =
+        Arc::new(Shared { state: Mutex::new(State { open: samples, ..State::default() }), ..Shared::default() });
     let stream = RequestStream { shared: Arc::clone(&shared), prompt_token_ids, on_drop: Some(Box::new(on_drop)) };
     (StreamSender(shared), stream)
 }
@@ -186,11 +194,25 @@ impl RequestStream {
     }
 }
 
-impl Iterator for RequestStream {
+/// Blocking iteration over a stream's deltas; what `for delta in stream` uses.
+#[derive(Debug)]
+pub struct BlockingDeltas(RequestStream);
+
+impl Iterator for BlockingDeltas {
     type Item = Result<Delta, EngineError>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        self.next_delta()
+        self.0.next_delta()
+    }
+}
+
+// Not an iterator itself: async code has `Stream`'s combinators, and their names are the iterator's too.
+impl IntoIterator for RequestStream {
+    type Item = Result<Delta, EngineError>;
+    type IntoIter = BlockingDeltas;
+
+    fn into_iter(self) -> BlockingDeltas {
+        BlockingDeltas(self)
     }
 }
 
@@ -212,7 +234,9 @@ impl futures_core::Stream for RequestStream {
 
 impl Drop for RequestStream {
     fn drop(&mut self) {
-        let running = self.shared.lock().open > 0;
+        let state = self.shared.lock();
+        let running = state.open > 0 || state.failed;
+        drop(state);
         if running {
             self.abort();
         }

@@ -43,7 +43,7 @@ fn a_23_a_deleted_adapter_fails_alone() {
         Err(EngineError::RequestFailed(reason)) => assert!(reason.to_string().contains("gone"), "{reason}"),
         other => panic!("the request must fail: {other:?}"),
     }
-    let samples: Vec<_> = good.collect::<Result<_, _>>().expect("the other request is untouched");
+    let samples: Vec<_> = good.into_iter().collect::<Result<_, _>>().expect("the other request is untouched");
     let tokens: Vec<u32> = samples.iter().flat_map(|delta| delta.token_ids.clone()).collect();
     assert_eq!(tokens, alpha.0);
     assert_eq!(answer(&engine, &oracle, Some("alpha")), alpha);

@@ -57,24 +57,33 @@ fn solo_equals_batched_bit_for_bit() {
     let reference = with_adapters(&oracle, |config| config.enable_prefix_caching = false);
     let variants: Vec<(&str, Engine)> = vec![
         ("batched", with_adapters(&oracle, |_| {})),
-        ("chunks of 5", with_adapters(&oracle, |config| {
-            config.max_num_batched_tokens = 5;
-            config.max_num_seqs = 4;
-        })),
+        (
+            "chunks of 5",
+            with_adapters(&oracle, |config| {
+                config.max_num_batched_tokens = Some(5);
+                config.max_num_seqs = 4;
+            }),
+        ),
         // 14 blocks of 4 positions: less than two long sequences, so that requests are preempted all the time.
-        ("tiny KV pool", with_adapters(&oracle, |config| {
-            config.max_model_len = Some(52);
-            config.kv_cache_memory_bytes = Some(14 * 4 * 256 + 600_000);
-        })),
+        (
+            "tiny KV pool",
+            with_adapters(&oracle, |config| {
+                config.max_model_len = Some(52);
+                config.kv_cache_memory_bytes = Some(14 * 4 * 256 + 600_000);
+            }),
+        ),
         ("one thread", with_adapters(&oracle, |config| config.num_threads = Some(1))),
         ("blocks of 16", with_adapters(&oracle, |config| config.block_size = 16)),
         ("one adapter a step", with_adapters(&oracle, |config| config.max_loras = Some(1))),
-        ("two resident adapters", with_adapters(&oracle, |config| {
-            config.max_loras = Some(2);
-            config.max_cpu_loras = Some(2);
-        })),
+        (
+            "two resident adapters",
+            with_adapters(&oracle, |config| {
+                config.max_loras = Some(2);
+                config.max_cpu_loras = Some(2);
+            }),
+        ),
     ];
-    let config = ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() };
+    let config = ProptestConfig { cases: 120, failure_persistence: None, ..ProptestConfig::default() };
     let mut runner = proptest::test_runner::TestRunner::new_with_rng(
         config,
         proptest::test_runner::TestRng::deterministic_rng(proptest::test_runner::RngAlgorithm::ChaCha),
@@ -89,6 +98,14 @@ fn solo_equals_batched_bit_for_bit() {
             Ok(())
         })
         .expect("every variant gives the solo answers");
+    // The variants did what they are there for.
+    let stats = |name: &str| {
+        let (_, engine) = variants.iter().find(|(variant, _)| *variant == name).expect("a variant");
+        engine.stats().expect("stats")
+    };
+    assert!(stats("batched").prefix_cache_hits > 1000);
+    assert!(stats("tiny KV pool").preemptions > 10);
+    assert!(stats("two resident adapters").evictions > 100);
 }
 
 /// A-37, promise P4: LoRA off, on with nothing loaded, and on with idle adapters give identical base results.
@@ -96,9 +113,8 @@ fn solo_equals_batched_bit_for_bit() {
 fn a_37_base_is_neutral() {
     let oracle = Oracle::open("llama");
     let prompts = ["few", "mid", "long"].map(|name| oracle.prompt(name));
-    let run = |engine: &Engine| {
-        answers(engine, prompts.iter().map(|prompt| request(prompt, None, greedy(8))).collect())
-    };
+    let run =
+        |engine: &Engine| answers(engine, prompts.iter().map(|prompt| request(prompt, None, greedy(8))).collect());
     let off = run(&engine(&oracle, |config| config.enable_lora = false));
     assert_eq!(run(&engine(&oracle, |_| {})), off);
     assert_eq!(run(&with_adapters(&oracle, |_| {})), off);

@@ -86,7 +86,8 @@ fn composition_sums_the_deltas() {
         for part in mix["parts"].as_array().expect("parts") {
             let name = part[0].as_str().expect("a name");
             load(&engine, &oracle, &[name]);
-            selection.push(AdapterSelection { name: name.to_owned(), scale: part[1].as_f64().expect("a factor") as f32 });
+            selection
+                .push(AdapterSelection { name: name.to_owned(), scale: part[1].as_f64().expect("a factor") as f32 });
         }
         for (prompt, expectation) in mix["expect_by_prompt"].as_object().expect("prompts") {
             let logits = engine.logits(&oracle.prompt(prompt), &selection).expect("logits");

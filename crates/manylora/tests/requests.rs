@@ -107,7 +107,7 @@ fn stops_end_a_request_with_their_reason() {
     let mut params = greedy(8);
     params.stop = vec![needle];
     let stream = engine.submit(request(&oracle.prompt("few"), None, params)).expect("queued");
-    let streamed: String = stream.map(|delta| delta.expect("a delta").text).collect();
+    let streamed: String = stream.into_iter().map(|delta| delta.expect("a delta").text).collect();
     assert_eq!(streamed, sample.text);
 }
 

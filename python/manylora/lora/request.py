@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from manylora.exceptions import ValidationError
@@ -30,6 +31,10 @@ class LoRARequest:
             raise ValidationError(f"lora_int_id must be an integer, got {self.lora_int_id!r}")
         if self.lora_int_id < 1:
             raise ValidationError(f"id must be > 0, got {self.lora_int_id}")
+        if self.lora_int_id >= 2**63:
+            raise ValidationError(f"id must be below 2**63, got {self.lora_int_id}")
+        if not isinstance(self.lora_path, (str, os.PathLike)):
+            raise ValidationError(f"lora_path must be a path or a hub id, got {self.lora_path!r}")
         self.lora_path = str(self.lora_path)
         if not self.lora_path:
             raise ValidationError("lora_path cannot be empty")

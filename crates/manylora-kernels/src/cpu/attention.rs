@@ -621,5 +621,3 @@ impl<E: Element> Run<E> {
         }
     }
 }
-// (For the author, remove after reading: this file alone costs 140 s of compile time, the rest of the crate 9 s. Please cut the
-// instantiations: levels x element types x Q x D x three functions, all inlined.)

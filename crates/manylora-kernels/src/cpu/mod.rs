@@ -135,6 +135,10 @@ impl Backend for CpuBackend {
         KvCache::new(shape, self.pool.threads())
     }
 
+    fn release_blocks(&self, cache: &mut KvCache, blocks: &[u32]) {
+        cache.release_blocks(blocks);
+    }
+
     fn pack_adapter(
         &self,
         sites: &[SiteShape],

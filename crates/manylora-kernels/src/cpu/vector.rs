@@ -151,12 +151,19 @@ pub(crate) trait VectorKernel {
 #[inline]
 pub(crate) fn run<K: VectorKernel>(level: SimdLevel, kernel: K) {
     match level {
-        SimdLevel::Portable => kernel.run(Portable),
+        SimdLevel::Portable => enter_portable(kernel),
         #[cfg(target_arch = "x86_64")]
         SimdLevel::Avx2 | SimdLevel::Avx512Bf16 => Avx2::run(level, kernel),
         #[cfg(not(target_arch = "x86_64"))]
-        _ => kernel.run(Portable),
+        _ => enter_portable(kernel),
     }
+}
+
+/// As a level's `enter`: the kernel's code exists once, not in every caller that it would be inlined into (which made
+/// compiling attention ten times as long).
+#[inline(never)]
+fn enter_portable<K: VectorKernel>(kernel: K) {
+    kernel.run(Portable);
 }
 
 /// Calls `body` for whole vectors of the slices and once for the padded tail. The closure must be inlined by the

@@ -6,7 +6,9 @@ use super::combinations::AdapterFeature;
 use super::fault::{Fault, listed};
 use super::features::{Objection, is_active, objections, python, unknown_keys};
 use super::policy::MAX_RANK;
+use super::report::LoadReport;
 use super::scaling::{Pattern, Scaling};
+use crate::error::AdapterRefusal;
 
 /// What of a configuration decides how an adapter is applied.
 #[derive(Clone, Debug)]
@@ -22,6 +24,11 @@ pub struct AdapterConfig {
 }
 
 impl AdapterConfig {
+    /// The configuration in the text of an `adapter_config.json`, whatever base it is for.
+    pub fn from_json(text: &[u8], max_rank: usize) -> Result<Self, AdapterRefusal> {
+        Self::parse(text, max_rank).map_err(|fault| fault.into_refusal(LoadReport::default()))
+    }
+
     /// Reads a configuration and refuses what cannot be applied, all objections at once.
     pub(super) fn parse(text: &[u8], max_rank: usize) -> Result<Self, Fault> {
         let value: Value = serde_json::from_slice(text).map_err(|error| {

@@ -69,9 +69,6 @@ impl Fault {
 
 /// `a`, `b`, `c` and 4 more
 pub(super) fn listed<S: AsRef<str>>(items: &[S], shown: usize) -> String {
-    let mut text = items.iter().take(shown).map(|item| format!("`{}`", item.as_ref())).collect::<Vec<_>>().join(", ");
-    if items.len() > shown {
-        text.push_str(&format!(" and {} more", items.len() - shown));
-    }
-    text
+    let text = items.iter().take(shown).map(|item| format!("`{}`", item.as_ref())).collect::<Vec<_>>().join(", ");
+    if items.len() > shown { format!("{text} and {} more", items.len() - shown) } else { text }
 }

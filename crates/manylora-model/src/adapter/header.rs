@@ -1,7 +1,7 @@
 //! [`inspect`]: configuration and tensor header of a folder, without reading a tensor; and the way on from there.
 
 use std::fs::File;
-use std::io::{Read, Seek, SeekFrom};
+use std::io::{Cursor, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use manylora_kernels::SiteShape;
@@ -85,6 +85,32 @@ impl AdapterHeader {
     }
 }
 
+impl PreparedAdapter {
+    /// An adapter from the bytes of its `adapter_config.json` and `adapter_model.safetensors`, checked as one from a
+    /// folder is.
+    pub fn from_bytes(
+        name: &str,
+        config: &[u8],
+        tensors: &[u8],
+        policy: &AdapterPolicy,
+    ) -> Result<Self, AdapterRefusal> {
+        let mut report = LoadReport::new(name, "");
+        let mut build = || {
+            let config = AdapterConfig::parse(config, policy.max_rank)?;
+            config.describe(&mut report);
+            check_base_name(&config, policy, &mut report)?;
+            let mut file = Cursor::new(tensors);
+            let tensors = read_header(&mut file, tensors.len() as u64, TENSORS)?;
+            let matched = match_tensors(&config, &tensors, policy, &mut report)?;
+            prepare(&config, &matched, &tensors, &mut FileBytes(file), policy, &mut report)
+        };
+        match build() {
+            Ok(parts) => Ok(parts.into_adapter(report)),
+            Err(fault) => Err(fault.into_refusal(report)),
+        }
+    }
+}
+
 struct Checked {
     config: AdapterConfig,
     matched: Matched,
@@ -163,9 +189,9 @@ pub(super) fn check_base_name(
     Ok(())
 }
 
-struct FileBytes(File);
+struct FileBytes<F>(F);
 
-impl TensorBytes for FileBytes {
+impl<F: Read + Seek> TensorBytes for FileBytes<F> {
     fn read(&mut self, tensor: &TensorEntry, first: u64, out: &mut [u8]) -> Result<(), Fault> {
         self.0
             .seek(SeekFrom::Start(tensor.offset + first))

@@ -78,8 +78,8 @@ fn split_part<'a>(segments: &'a [&'a str]) -> Option<Split<'a>> {
     let embedding = |part: &Part| matches!(part, Part::EmbeddingA | Part::EmbeddingB);
     match segments {
         [module @ .., "base_layer", "weight"] => Some((module, Part::BaseCopy, None)),
-        [module @ .., last] if part(last).filter(embedding).is_some() => Some((module, part(last)?, None)),
-        [module @ .., name, adapter] if part(name).filter(embedding).is_some() => {
+        [module @ .., last] if part(last).as_ref().is_some_and(embedding) => Some((module, part(last)?, None)),
+        [module @ .., name, adapter] if part(name).as_ref().is_some_and(embedding) => {
             Some((module, part(name)?, Some(adapter)))
         }
         [module @ .., name, "weight"] if part(name).is_some() => Some((module, part(name)?, None)),

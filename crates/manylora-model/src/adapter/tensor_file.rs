@@ -1,13 +1,14 @@
 //! The header of an untrusted safetensors file, within bounds, with faults that name the tensor.
 
-use std::fs::File;
-use std::io::{Read, Seek, SeekFrom};
+use std::io::{Cursor, Read, Seek, SeekFrom};
 
 use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 use serde_json::Value;
 
 use super::fault::Fault;
+use super::report::LoadReport;
+use crate::error::AdapterRefusal;
 
 /// Largest header that is read: ten times what an adapter of a thousand layers needs.
 pub const MAX_HEADER_BYTES: u64 = 16 << 20;
@@ -27,9 +28,19 @@ pub struct TensorEntry {
     pub bytes: usize,
 }
 
+/// The tensors of a safetensors file in memory, under the same checks as one on disk.
+pub fn tensors_of(file: &[u8]) -> Result<Vec<TensorEntry>, AdapterRefusal> {
+    read_header(&mut Cursor::new(file), file.len() as u64, "the tensor file")
+        .map_err(|fault| fault.into_refusal(LoadReport::default()))
+}
+
 /// Reads and checks the header of `file`, which is `length` bytes long. Nothing beyond the header is read, and no
 /// more memory is taken than the file's own size and [`MAX_HEADER_BYTES`] allow.
-pub(super) fn read_header(file: &mut File, length: u64, what: &str) -> Result<Vec<TensorEntry>, Fault> {
+pub(super) fn read_header(
+    file: &mut (impl Read + Seek),
+    length: u64,
+    what: &str,
+) -> Result<Vec<TensorEntry>, Fault> {
     let damaged = |message: String| Fault::invalid(format!("`{what}` is damaged: {message}")).key(what);
     if length < 8 {
         return Err(damaged(format!("{length} bytes are too few for a safetensors file; copy it again")));

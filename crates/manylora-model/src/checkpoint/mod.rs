@@ -162,7 +162,7 @@ impl std::fmt::Debug for Checkpoint {
 impl Checkpoint {
     /// Opens a folder (safetensors, single or sharded through an index; or exactly one `.gguf`) or a `.gguf` file.
     ///
-    /// Configuration errors and missing or mis-shaped tensors are found here, before any weight is read.
+    /// Configuration errors and missing tensors and tensors of a wrong shape are found here, before any weight is read.
     pub fn open(path: &Path) -> Result<Self, ModelError> {
         let metadata = std::fs::metadata(path).map_err(|source| not_found_or_io(path, "a model", source))?;
         let opened = if metadata.is_dir() { open_directory(path)? } else { open_file(path)? };
@@ -171,7 +171,7 @@ impl Checkpoint {
 
     fn validate(path: &Path, opened: Opened) -> Result<Self, ModelError> {
         let Opened { mut spec, names: declared, generation, tokenizer, quantization, store } = opened;
-        // A head that is not stored is the embedding, whatever the configuration says.
+        // A head that is not stored is the embedding, unless the configuration says otherwise (checked before).
         spec.tied |= store.shape(spec::HEAD).is_none();
         check_tensors(path, &spec, store.as_ref())?;
         let mut names: Vec<String> = Vec::new();
@@ -318,6 +318,15 @@ fn open_directory(path: &Path) -> Result<Opened, ModelError> {
             (store, Some(note))
         }
     };
+    if config.get("tie_word_embeddings") == Some(&Value::Bool(false)) && store.shape(spec::HEAD).is_none() {
+        return Err(ModelError::Malformed {
+            path: path.to_path_buf(),
+            message: format!(
+                "tensor `{}` is missing and tie_word_embeddings is false; the checkpoint is incomplete",
+                spec::HEAD
+            ),
+        });
+    }
     Ok(Opened { spec, names, generation, tokenizer, quantization, store })
 }
 

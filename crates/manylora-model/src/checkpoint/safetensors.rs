@@ -146,8 +146,8 @@ impl SafetensorsStore {
     }
 }
 
-/// Reads and checks the header of one safetensors file.
-fn read_header(path: &Path, bytes: &[u8]) -> Result<Vec<(String, Entry)>, ModelError> {
+/// Reads and checks the header of one safetensors file, given its bytes; `path` is what errors name.
+pub fn read_header(path: &Path, bytes: &[u8]) -> Result<Vec<(String, Entry)>, ModelError> {
     let damaged = |message: String| ModelError::Malformed { path: path.to_path_buf(), message };
     let (header, metadata) = SafeTensors::read_metadata(bytes).map_err(|error| {
         damaged(format!(

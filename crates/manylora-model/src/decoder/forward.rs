@@ -196,6 +196,10 @@ impl<B: Backend> Runner for Decoder<B> {
         drop(self.adapters.remove(slot));
     }
 
+    fn release_blocks(&mut self, blocks: &[u32]) {
+        self.weights.backend.release_blocks(&mut self.cache, blocks);
+    }
+
     fn weight_bytes(&self) -> u64 {
         self.weights.bytes()
     }

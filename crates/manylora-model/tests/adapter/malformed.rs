@@ -97,3 +97,17 @@ fn a_10_a_tokenizer_with_added_ids_is_refused_and_a_copy_is_not() {
     assert!(refusal.reason.contains("token ids up to 290"), "{refusal}");
     assert!(load_path(&root.join("has-tokenizer-copy"), &policy("llama")).unwrap().report.warnings.is_empty());
 }
+
+#[test]
+fn files_in_memory_load_as_the_folder_does() {
+    let folder = oracle().join("llama/adapters/small");
+    let [config, tensors] =
+        ["adapter_config.json", "adapter_model.safetensors"].map(|file| std::fs::read(folder.join(file)).unwrap());
+    let policy = policy("llama");
+    let adapter = PreparedAdapter::from_bytes("small", &config, &tensors, &policy).unwrap();
+    assert_eq!(adapter.digest, load("llama", "small").unwrap().digest);
+    let cut = &tensors[..tensors.len() - 1];
+    let refusal = PreparedAdapter::from_bytes("small", &config, cut, &policy).unwrap_err();
+    assert!(refusal.reason.contains("file truncated"), "{refusal}");
+    assert!(PreparedAdapter::from_bytes("small", b"{", &tensors, &policy).is_err());
+}

@@ -42,10 +42,14 @@ fn check_ranks_and_scales(base: &str, name: &str, expected: &Value, adapter: &Pr
     };
     if let Some(each) = expected["rank_and_scale"].as_object() {
         assert_eq!(each.len(), modules.len(), "{base}/{name}");
-        each.iter().for_each(|(module, pair)| check(module, &pair[0], &pair[1]));
+        for (module, pair) in each {
+            check(module, &pair[0], &pair[1]);
+        }
     } else {
         assert_eq!(expected["modules"].as_u64().unwrap() as usize, modules.len(), "{base}/{name}");
-        modules.keys().for_each(|module| check(module, &expected["rank"], &expected["scale"]));
+        for module in modules.keys() {
+            check(module, &expected["rank"], &expected["scale"]);
+        }
     }
     let moves = modules.values().any(|module| module.effect.unwrap() > 0.0);
     assert_eq!(moves, expected["effect_max_logit"].as_f64().unwrap() > 0.0, "{base}/{name}: a silent no-op");
@@ -61,7 +65,7 @@ fn every_adapter_of_every_manifest() {
             let path = oracle().join(base).join("adapters").join(name);
             let result = load_path(&path, &policy);
             match (expected["expect"].as_str().unwrap(), refused_for_now(name)) {
-                ("load", None) | ("load_or_refuse", None) => {
+                ("load" | "load_or_refuse", None) => {
                     let adapter = result.unwrap_or_else(|refusal| panic!("{base}/{name}: {refusal}"));
                     check_ranks_and_scales(base, name, expected, &adapter);
                     assert!(adapter.sites.is_sorted_by_key(|shape| shape.site), "{base}/{name}");

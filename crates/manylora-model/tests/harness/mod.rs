@@ -1,6 +1,6 @@
 //! Reading the oracle (expected results made with PEFT) and driving a decoder without an engine.
 
-#![allow(dead_code, reason = "each test binary uses its own part of this module")]
+#![allow(dead_code, unreachable_pub, reason = "each test binary uses its own part of this module")]
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

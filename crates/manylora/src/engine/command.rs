@@ -4,12 +4,12 @@ use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
 
 use manylora_core::{Digest, NewRequest, RegistrationId, RequestId, UnloadMode};
-use manylora_model::adapter::LoadReport;
 use manylora_model::PackedHandle;
+use manylora_model::adapter::LoadReport;
 
 use super::running::RunningSequence;
 use crate::error::EngineError;
-use crate::registry::{AdapterInfo, AdapterSource};
+use crate::registry::{AdapterInfo, AdapterSource, Entry};
 
 /// Where the answer to a command goes; its owner waits for exactly one.
 pub(crate) type Reply<T> = SyncSender<Result<T, EngineError>>;
@@ -29,7 +29,8 @@ pub(crate) struct Reread {
 }
 
 pub(crate) enum Command {
-    Submit(Vec<(NewRequest, RunningSequence)>),
+    /// The sequences of one request, and the holds on the registrations they name, kept until core has them.
+    Submit(Vec<(NewRequest, RunningSequence)>, Vec<Entry>),
     Abort(Vec<RequestId>),
     Register(Box<ReadAdapter>, Reply<AdapterInfo>),
     Reread { registration: RegistrationId, result: Result<Reread, EngineError> },

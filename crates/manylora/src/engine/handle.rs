@@ -149,9 +149,7 @@ impl EngineHandle {
 
     /// Validates a request and queues it. The stream brings its deltas; dropping the stream aborts the request.
     pub fn submit(&self, request: GenerateRequest) -> Result<RequestStream, EngineError> {
-        self.submit_all(vec![request], true)?
-            .pop()
-            .ok_or_else(|| EngineError::Stopped("a request was lost".to_owned()))
+        self.submit_all(vec![request], true)?.pop().ok_or_else(|| EngineError::Stopped("a request was lost".to_owned()))
     }
 
     /// Validates all requests, then queues them in order: either all are queued or none. With `stream` false each sample

@@ -1,11 +1,12 @@
 //! The loader thread: re-reads adapters that were evicted, off the step loop (promise P7).
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender};
 
 use manylora_core::{Digest, RegistrationId};
-use manylora_model::adapter::{self, AdapterPolicy};
 use manylora_model::AdapterPacker;
+use manylora_model::adapter::{self, AdapterPolicy, LoadReport};
 
 use super::command::{Command, ReadAdapter, Reread};
 use crate::error::EngineError;
@@ -26,10 +27,12 @@ pub(crate) fn read(
 ) -> Result<ReadAdapter, EngineError> {
     let prepared = adapter::inspect(&source.name, &source.path, policy)?.read()?;
     let packed = packer.pack(&prepared)?;
+    // What it takes here, padding included: the number that the ledger charges.
+    let report = Arc::new(LoadReport { bytes: packed.bytes, ..prepared.report.clone() });
     Ok(ReadAdapter {
         source: source.clone(),
         version: Digest(prepared.digest),
-        report: Arc::new(prepared.report.clone()),
+        report,
         packed,
     })
 }
@@ -42,7 +45,15 @@ pub(crate) fn run(
     packer: &dyn AdapterPacker,
 ) {
     while let Ok(job) = jobs.recv() {
-        let result = read(&job.source, policy, packer).and_then(|read| {
+        // A panic while reading is a bug, and fails this adapter's requests only.
+        let outcome = catch_unwind(AssertUnwindSafe(|| read(&job.source, policy, packer)));
+        let outcome = outcome.unwrap_or_else(|_| {
+            Err(EngineError::AdapterOperation {
+                name: job.source.name.clone(),
+                message: "reading it failed unexpectedly; please report this with the adapter's files".to_owned(),
+            })
+        });
+        let result = outcome.and_then(|read| {
             if read.version == job.expected {
                 Ok(Reread { version: read.version, packed: read.packed })
             } else {

@@ -20,7 +20,7 @@ pub(crate) struct TextState {
 /// Which tokens end the sequence.
 #[derive(Clone, Debug)]
 pub(crate) struct StopTokens {
-    /// The model's end tokens; empty under `ignore_eos`.
+    /// The model's end tokens, the tokenizer's own first; empty under `ignore_eos`.
     pub(crate) end_tokens: Vec<u32>,
     /// The request's own.
     pub(crate) stop_token_ids: Vec<u32>,
@@ -74,6 +74,8 @@ pub(crate) struct RunningSequence {
     pending: Delta,
     /// Text could not be made: the request ends with this error.
     failure: Option<EngineError>,
+    /// Whether its caller has been told how it ended.
+    ended: bool,
 }
 
 /// What a running sequence is made from.
@@ -87,11 +89,15 @@ pub(crate) struct SequenceSetup {
     pub(crate) stream: Option<StreamSender>,
     pub(crate) capture: Option<Capture>,
     pub(crate) streaming: bool,
+    pub(crate) max_tokens: usize,
 }
 
 impl RunningSequence {
     pub(crate) fn new(setup: SequenceSetup) -> Self {
         let mut pending = Delta { index: setup.index, ..Delta::default() };
+        if !setup.streaming {
+            pending.token_ids.reserve(setup.max_tokens);
+        }
         pending.prompt_logprobs = setup.prompt_logprobs.map(|_| Vec::with_capacity(setup.prompt.len()));
         Self {
             sampler: setup.sampler,
@@ -106,6 +112,7 @@ impl RunningSequence {
             seen_prompt_rows: 0,
             pending,
             failure: None,
+            ended: false,
         }
     }
 
@@ -156,16 +163,19 @@ impl RunningSequence {
             return true;
         }
         let may_stop = self.generated >= self.stop_tokens.min_tokens;
-        let is_end = self.stop_tokens.end_tokens.contains(&token);
-        let ends = may_stop && (is_end || self.stop_tokens.stop_token_ids.contains(&token));
-        if ends && !is_end {
+        let StopTokens { end_tokens, stop_token_ids, .. } = &self.stop_tokens;
+        let ends = may_stop && (end_tokens.contains(&token) || stop_token_ids.contains(&token));
+        // As in vLLM, only the first end token ends without naming itself.
+        if ends && end_tokens.first() != Some(&token) {
             self.pending.stop_reason = Some(StopReason::Token(token));
         }
         // The text of a token that ends the sequence is part of the output only on request.
         if let Some(text) = &mut self.text
             && (!ends || self.stop_tokens.include_in_output)
         {
-            match text.push(token, may_stop && !ends, &mut self.pending.text) {
+            // As in vLLM, stop strings count once there are more than `min_tokens` tokens.
+            let check = !ends && self.generated > self.stop_tokens.min_tokens;
+            match text.push(token, check, &mut self.pending.text) {
                 Ok(None) => {}
                 Ok(Some(stop)) => {
                     self.pending.stop_reason = Some(StopReason::Text(stop));
@@ -193,9 +203,18 @@ impl RunningSequence {
 
     /// Sends the last delta.
     pub(crate) fn finish(&mut self, reason: FinishReason) {
+        self.ended = true;
         if let Some(capture) = self.capture.take() {
+            let answer = if reason == FinishReason::Abort {
+                Err(EngineError::AdapterOperation {
+                    name: "logits".to_owned(),
+                    message: "the request was aborted before all logits were computed".to_owned(),
+                })
+            } else {
+                Ok(capture.values)
+            };
             // The caller may have given up waiting.
-            let _ = capture.reply.send(Ok(capture.values));
+            let _ = capture.reply.send(answer);
             return;
         }
         if self.failure.is_none()
@@ -214,11 +233,22 @@ impl RunningSequence {
     }
 
     /// Ends the request with an error.
-    pub(crate) fn fail(mut self, error: EngineError) {
+    pub(crate) fn fail(&mut self, error: EngineError) {
+        self.ended = true;
         if let Some(capture) = self.capture.take() {
             let _ = capture.reply.send(Err(error));
         } else if let Some(stream) = &self.stream {
             stream.fail(error);
+        }
+    }
+}
+
+impl Drop for RunningSequence {
+    /// A sequence that is dropped unfinished (a command nobody will handle, an engine thread that failed) must not leave
+    /// its caller waiting.
+    fn drop(&mut self) {
+        if !self.ended {
+            self.fail(EngineError::Stopped("it ended before the request did".to_owned()));
         }
     }
 }

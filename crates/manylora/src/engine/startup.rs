@@ -14,16 +14,16 @@ use manylora_model::adapter::AdapterPolicy;
 use manylora_model::adapter::combinations::EngineFeature;
 use manylora_model::chat::ChatTemplate;
 use manylora_model::checkpoint::{Checkpoint, GenerationDefaults, memory};
-use manylora_model::decoder::{Decoder, DecoderLimits, DecoderWeights, packed_bytes};
+use manylora_model::decoder::{DecoderLimits, DecoderWeights, packed_bytes, working_bytes};
 use manylora_model::tokenizer::Tokenizer;
 use manylora_model::{ModelSpec, Runner};
 
 pub use manylora_model::decoder::LoadProgress;
 
 use super::handle::{EngineHandle, Shared};
+use super::loader::{self, Job};
 use super::lower::LoweredStep;
 use super::worker::Worker;
-use super::loader::{self, Job};
 use crate::config::{DType, EngineConfig};
 use crate::error::EngineError;
 use crate::registry::Registry;
@@ -62,7 +62,13 @@ pub struct EngineInfo {
     pub notes: Vec<String>,
 }
 
+/// Rows of a step when nothing is said.
+const DEFAULT_BATCHED_TOKENS: usize = 2048;
+/// Counts beyond this are mistakes, and would overflow the arithmetic of bytes.
+const LARGEST_COUNT: usize = 1 << 24;
+
 struct Sizes {
+    max_rows: usize,
     dtype: StorageType,
     dtype_name: &'static str,
     block_bytes: u64,
@@ -87,10 +93,7 @@ pub(crate) struct Assembled {
 }
 
 /// Loads the base and puts the engine together.
-pub(crate) fn assemble(
-    config: EngineConfig,
-    progress: &mut dyn FnMut(LoadProgress),
-) -> Result<Assembled, EngineError> {
+pub(crate) fn assemble(config: EngineConfig, progress: &mut dyn FnMut(LoadProgress)) -> Result<Assembled, EngineError> {
     check_limits(&config)?;
     let checkpoint = Checkpoint::open(&config.model)?;
     let spec = checkpoint.spec.clone();
@@ -105,22 +108,16 @@ pub(crate) fn assemble(
     })?);
 
     let sizes = decide_sizes(&config, &spec, &mut notes)?;
+    // Everything that can be refused is refused before the weights are read.
+    let base_digest = Digest(checkpoint.digest());
+    let core = ControlPlane::new(core_config(&config, &sizes, base_digest))?;
     notes.extend(checkpoint.quantization.as_ref().map(|note| note.line(sizes.dtype.bytes())));
     let weights = DecoderWeights::load(Arc::clone(&backend), &checkpoint, sizes.dtype, progress)?;
-    let max_rows = config.max_num_batched_tokens.max(config.max_num_seqs);
-    let decoder = weights.allocate(DecoderLimits {
-        max_rows,
-        max_logit_rows: config.max_num_seqs.min(max_rows),
-        max_position: sizes.max_model_len,
-        block_size: config.block_size,
-        blocks: sizes.blocks,
-    })?;
+    let decoder = weights.allocate(decoder_limits(&config, &sizes))?;
 
-    let base_digest = Digest(checkpoint.digest());
     let generation = checkpoint.generation.clone();
     let mut base_names = checkpoint.names.clone();
     base_names.extend(config.model_names.iter().cloned());
-    let core = ControlPlane::new(core_config(&config, &sizes, base_digest))?;
     let policy = AdapterPolicy {
         spec: spec.clone(),
         max_rank: config.max_lora_rank,
@@ -153,18 +150,17 @@ pub(crate) fn assemble(
     let registry = Arc::new(Registry::default());
     let packer = decoder.packer();
     let step = LoweredStep::new(
-        max_rows,
+        sizes.max_rows,
         config.max_num_seqs,
         info.kv_blocks.min(config.max_num_seqs * info.max_model_len.div_ceil(config.block_size)),
         config.block_size,
     );
-    let worker =
-        Worker::new(core, Box::new(decoder), Arc::clone(&registry), received, jobs, step, config.max_num_seqs);
-    let mut end_tokens = info.generation.eos.clone();
-    if let Some(end) = tokenizer.as_ref().and_then(Tokenizer::eos)
-        && !end_tokens.contains(&end)
-    {
-        end_tokens.push(end);
+    let worker = Worker::new(core, Box::new(decoder), Arc::clone(&registry), received, jobs, step, config.max_num_seqs);
+    let mut end_tokens: Vec<u32> = tokenizer.as_ref().and_then(Tokenizer::eos).into_iter().collect();
+    for end in &info.generation.eos {
+        if !end_tokens.contains(end) {
+            end_tokens.push(*end);
+        }
     }
     let shared = Shared {
         config,
@@ -187,7 +183,7 @@ pub(crate) fn assemble(
 fn check_limits(config: &EngineConfig) -> Result<(), EngineError> {
     let positive = [
         ("max_num_seqs", config.max_num_seqs),
-        ("max_num_batched_tokens", config.max_num_batched_tokens),
+        ("max_num_batched_tokens", config.max_num_batched_tokens.unwrap_or(1)),
         ("block_size", config.block_size),
         ("max_lora_rank", config.max_lora_rank),
         ("max_model_len", config.max_model_len.unwrap_or(1)),
@@ -196,8 +192,10 @@ fn check_limits(config: &EngineConfig) -> Result<(), EngineError> {
         ("num_threads", config.num_threads.unwrap_or(1)),
     ];
     for (name, value) in positive {
-        if value == 0 {
-            return Err(EngineError::InvalidArgument(format!("{name} must be at least 1, got `0`")));
+        if value == 0 || value > LARGEST_COUNT {
+            return Err(EngineError::InvalidArgument(format!(
+                "{name} must be between 1 and {LARGEST_COUNT}, got `{value}`"
+            )));
         }
     }
     if config.block_size > 1024 {
@@ -264,13 +262,29 @@ fn decide_sizes(config: &EngineConfig, spec: &ModelSpec, notes: &mut Vec<String>
         DType::Float32 => (StorageType::F32, "float32"),
         DType::Float16 => (StorageType::F32, "float16 (computed in float32)"),
     };
+    let context = config.max_model_len.unwrap_or(spec.max_position_embeddings);
+    let whole_prompts = if config.enable_chunked_prefill { 1 } else { context };
+    let max_rows = config
+        .max_num_batched_tokens
+        .unwrap_or(DEFAULT_BATCHED_TOKENS.max(config.max_num_seqs).max(whole_prompts));
     let weights = packed_bytes(spec, dtype);
+    let limits = DecoderLimits {
+        max_rows,
+        max_logit_rows: config.max_num_seqs.min(max_rows),
+        max_position: context,
+        block_size: config.block_size,
+        blocks: 0,
+    };
+    let needed = weights.saturating_add(working_bytes(spec, &limits));
     let free = memory::available_bytes().unwrap_or(u64::MAX);
-    if weights > free {
+    if needed > free {
         return Err(EngineError::Model(manylora_model::ModelError::DoesNotFit {
-            needed: weights,
+            needed,
             available: free,
-            message: format!("the weights alone in {dtype_name}; use a smaller model, dtype bfloat16, or a bigger machine"),
+            message: format!(
+                "weights in {dtype_name} and the working memory of {max_rows} rows; use a smaller model, dtype bfloat16, \
+                 a smaller max_num_batched_tokens, or a bigger machine"
+            ),
         }));
     }
     let number = match dtype {
@@ -279,8 +293,6 @@ fn decide_sizes(config: &EngineConfig, spec: &ModelSpec, notes: &mut Vec<String>
     };
     let dimensions = dimensions(spec);
     let block_bytes = dimensions.kv_block_bytes(config.block_size as u64, number);
-    let blocks_of = |tokens: usize| tokens.div_ceil(config.block_size) as u64;
-    let context = config.max_model_len.unwrap_or(spec.max_position_embeddings);
     if context > spec.max_position_embeddings {
         return Err(EngineError::InvalidArgument(format!(
             "max_model_len `{context}` is beyond the model's context of {} positions; give a smaller one",
@@ -288,13 +300,14 @@ fn decide_sizes(config: &EngineConfig, spec: &ModelSpec, notes: &mut Vec<String>
         )));
     }
     let ledger_bytes = config.kv_cache_memory_bytes.unwrap_or_else(|| {
-        let wanted = blocks_of(context) * block_bytes * config.max_num_seqs as u64 + DEFAULT_ADAPTER_BYTES;
-        wanted.min((free - weights) / DEFAULT_SHARE_OF_FREE)
+        let sequence = (context.div_ceil(config.block_size) as u64).saturating_mul(block_bytes);
+        let wanted = sequence.saturating_mul(config.max_num_seqs as u64).saturating_add(DEFAULT_ADAPTER_BYTES);
+        wanted.min((free - needed) / DEFAULT_SHARE_OF_FREE)
     });
-    if ledger_bytes > free - weights {
+    if ledger_bytes > free - needed {
         return Err(EngineError::InvalidArgument(format!(
-            "kv_cache_memory_bytes `{ledger_bytes}` and {weights} bytes of weights are more than the {free} bytes that are \
-             free; lower it"
+            "kv_cache_memory_bytes `{ledger_bytes}` and {needed} bytes of weights and working memory are more than the \
+             {free} bytes that are free; lower it"
         )));
     }
     let ledger = Ledger { bytes: ledger_bytes, block_bytes, block_size: config.block_size };
@@ -317,7 +330,7 @@ fn decide_sizes(config: &EngineConfig, spec: &ModelSpec, notes: &mut Vec<String>
         ));
     }
     let blocks = ledger.blocks_beside(0).min(u32::MAX as usize / config.block_size);
-    Ok(Sizes { dtype, dtype_name, block_bytes, ledger_bytes, blocks, max_model_len })
+    Ok(Sizes { max_rows, dtype, dtype_name, block_bytes, ledger_bytes, blocks, max_model_len })
 }
 
 fn dimensions(spec: &ModelSpec) -> ModelDimensions {
@@ -335,10 +348,20 @@ fn dimensions(spec: &ModelSpec) -> ModelDimensions {
     }
 }
 
+fn decoder_limits(config: &EngineConfig, sizes: &Sizes) -> DecoderLimits {
+    DecoderLimits {
+        max_rows: sizes.max_rows,
+        max_logit_rows: config.max_num_seqs.min(sizes.max_rows),
+        max_position: sizes.max_model_len,
+        block_size: config.block_size,
+        blocks: sizes.blocks,
+    }
+}
+
 fn core_config(config: &EngineConfig, sizes: &Sizes, base_digest: Digest) -> CoreConfig {
     CoreConfig {
         max_num_seqs: config.max_num_seqs,
-        max_num_batched_tokens: config.max_num_batched_tokens,
+        max_num_batched_tokens: sizes.max_rows,
         max_model_len: sizes.max_model_len,
         block_size: config.block_size,
         block_bytes: sizes.block_bytes,

@@ -13,6 +13,7 @@ use super::command::Command;
 use super::handle::{Logits, Shared};
 use super::running::{Capture, RunningSequence, SequenceSetup, StopTokens, TextState};
 use crate::error::EngineError;
+use crate::registry::Entry;
 use crate::request::{AdapterSelection, GenerateRequest, Prompt};
 use crate::sampler::{RandomKey, SamplerSetup, SequenceSampler, bad_word_sequences};
 use crate::stream::{RequestStream, channel};
@@ -22,6 +23,7 @@ struct Checked {
     prompt: Arc<Vec<u32>>,
     params: SamplingParams,
     adapters: Vec<AdapterUse>,
+    holds: Vec<Entry>,
     bad_words: Vec<Vec<u32>>,
     priority: i64,
     cache_salt: Option<String>,
@@ -41,7 +43,8 @@ pub(crate) fn logits(
     tokens: &[u32],
     adapters: &[AdapterSelection],
 ) -> Result<Logits, EngineError> {
-    let params = SamplingParams { temperature: 0.0, max_tokens: Some(1), detokenize: false, ..SamplingParams::default() };
+    let params =
+        SamplingParams { temperature: 0.0, max_tokens: Some(1), detokenize: false, ..SamplingParams::default() };
     let mut request = GenerateRequest::tokens(tokens).params(params);
     request.adapters = adapters.to_vec();
     let checked = check(shared, request)?;
@@ -50,6 +53,7 @@ pub(crate) fn logits(
     let key = RandomKey::of_request(0, 0);
     let setup = SequenceSetup {
         index: 0,
+        max_tokens: 1,
         sampler: sampler(shared, &checked, key),
         stop_tokens: stop_tokens(shared, &checked.params),
         text: None,
@@ -61,7 +65,7 @@ pub(crate) fn logits(
     };
     let id = RequestId(shared.next_request.fetch_add(1, Ordering::Relaxed));
     let request = core_request(shared, &checked, id, true);
-    shared.send(Command::Submit(vec![(request, RunningSequence::new(setup))]))?;
+    shared.send(Command::Submit(vec![(request, RunningSequence::new(setup))], checked.holds))?;
     let values = answer.recv().unwrap_or_else(|_| Err(shared.stopped_error()))?;
     Ok(Logits { rows: tokens.len(), vocab_size: shared.spec.vocab_size, values })
 }
@@ -77,7 +81,11 @@ fn check(shared: &Shared, request: GenerateRequest) -> Result<Checked, EngineErr
     for warning in &normalized.warnings {
         tracing::warn!("{warning}");
     }
-    let params = normalized.params;
+    let mut params = normalized.params;
+    if shared.tokenizer.is_none() && params.stop.is_empty() {
+        // Without a tokenizer there is no text to make; asking for it by default is not an error.
+        params.detokenize = false;
+    }
     let prompt = match request.prompt {
         Prompt::Tokens(tokens) => tokens,
         Prompt::Text { text, add_special_tokens } => shared.tokenizer()?.encode(&text, add_special_tokens)?,
@@ -92,9 +100,11 @@ fn check(shared: &Shared, request: GenerateRequest) -> Result<Checked, EngineErr
         let tokenizer = shared.tokenizer()?;
         bad_word_sequences(&params.bad_words, |word| tokenizer.encode(word, false).unwrap_or_default())?
     };
+    let (adapters, holds) = resolve(shared, &request.adapters)?.into_iter().unzip();
     Ok(Checked {
         prompt: Arc::new(prompt),
-        adapters: resolve(shared, &request.adapters)?,
+        adapters,
+        holds,
         params,
         bad_words,
         priority: request.priority,
@@ -124,7 +134,7 @@ fn check_prompt(prompt: &[u32], vocab_size: usize, max_model_len: usize) -> Resu
     Ok(())
 }
 
-fn resolve(shared: &Shared, adapters: &[AdapterSelection]) -> Result<Vec<AdapterUse>, EngineError> {
+fn resolve(shared: &Shared, adapters: &[AdapterSelection]) -> Result<Vec<(AdapterUse, Entry)>, EngineError> {
     if !adapters.is_empty() && !shared.config.enable_lora {
         return Err(EngineError::InvalidArgument(format!(
             "Got lora_request for `{}` but LoRA is not enabled!",
@@ -141,7 +151,7 @@ fn resolve(shared: &Shared, adapters: &[AdapterSelection]) -> Result<Vec<Adapter
                 )));
             }
             let entry = shared.registry.resolve(&adapter.name)?;
-            Ok(AdapterUse { registration: entry.registration, scale: adapter.scale, first_active: 0 })
+            Ok((AdapterUse { registration: entry.registration, scale: adapter.scale, first_active: 0 }, entry))
         })
         .collect()
 }
@@ -171,8 +181,10 @@ fn queue(shared: &Arc<Shared>, request: Checked, streaming: bool) -> Result<Requ
                 .prompt_logprobs
                 .filter(|_| index == 0)
                 .map(|count| (LogprobCount::from_parameter(count), shared.config.logprobs_mode));
+            let core = core_request(shared, &request, id, prompt_logprobs.is_some());
             let setup = SequenceSetup {
                 index,
+                max_tokens: core.max_tokens,
                 sampler: sampler(shared, &request, key),
                 stop_tokens: stop_tokens(shared, &request.params),
                 text: text_state(shared, &request.prompt, &request.params)?,
@@ -182,11 +194,10 @@ fn queue(shared: &Arc<Shared>, request: Checked, streaming: bool) -> Result<Requ
                 capture: None,
                 streaming,
             };
-            let core = core_request(shared, &request, id, prompt_logprobs.is_some());
             Ok((core, RunningSequence::new(setup)))
         })
         .collect::<Result<Vec<_>, EngineError>>()?;
-    shared.send(Command::Submit(sequences))?;
+    shared.send(Command::Submit(sequences, request.holds))?;
     Ok(stream)
 }
 
@@ -234,12 +245,8 @@ fn text_state(shared: &Shared, prompt: &[u32], params: &SamplingParams) -> Resul
         return Ok(None);
     }
     let tokenizer = shared.tokenizer()?;
-    let detokenizer = Detokenizer::after_prompt(
-        tokenizer,
-        prompt,
-        params.skip_special_tokens,
-        params.spaces_between_special_tokens,
-    )?;
+    let detokenizer =
+        Detokenizer::after_prompt(tokenizer, prompt, params.skip_special_tokens, params.spaces_between_special_tokens)?;
     let stops = StopChecker::new(params.stop.clone(), params.include_stop_str_in_output);
     Ok(Some(TextState { detokenizer: Some(detokenizer), stops }))
 }

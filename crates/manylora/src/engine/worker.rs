@@ -5,12 +5,12 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, TryRecvError};
-use std::time::Instant;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError};
+use std::time::{Duration, Instant};
 
 use manylora_core::{
-    ControlPlane, Digest, Effect, Event, LoadedAdapter, RegistrationId, RequestId, SequenceOutcome,
-    StepOutcome, StepPlan, Time, UnloadMode,
+    BlockId, ControlPlane, Digest, Effect, Event, LoadedAdapter, RegistrationId, RequestId, SequenceOutcome, StepOutcome,
+    StepPlan, Time, UnloadMode,
 };
 use manylora_model::{PackedHandle, Runner};
 
@@ -22,11 +22,22 @@ use crate::error::EngineError;
 use crate::registry::{AdapterInfo, AdapterSource, Entry, Registry};
 use crate::sampler::SamplerScratch;
 
+/// What a caller waits for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Awaited {
+    Pinned,
+    Unloaded,
+}
+
 /// A caller that waits for a registration to be pinned or unloaded.
 struct Waiter {
+    awaited: Awaited,
     name: String,
     reply: Reply<()>,
 }
+
+/// How often unloads that wait for holds are looked at when nothing else happens.
+const DEPARTING_POLL: Duration = Duration::from_millis(2);
 
 pub(crate) struct Worker {
     core: ControlPlane,
@@ -36,15 +47,20 @@ pub(crate) struct Worker {
     jobs: Sender<Job>,
     clock: Instant,
     running: HashMap<RequestId, RunningSequence>,
-    /// Packed adapters, by version: those in the runner's table, and for a moment those that were just read.
+    /// Packed adapters in the runner's table, by version.
     packed: HashMap<Digest, PackedHandle>,
-    installed: HashSet<Digest>,
+    /// Packed adapters that were just read: the effects of their `LoadFinished` install them, or they are dropped.
+    arriving: HashMap<Digest, PackedHandle>,
+    /// KV blocks whose memory was given back because adapters took their bytes.
+    released: HashSet<BlockId>,
     /// Packed by the caller of a load, for the control plane's order that follows at once.
     preloaded: HashMap<RegistrationId, (Digest, PackedHandle)>,
     sources: HashMap<RegistrationId, (AdapterSource, Digest)>,
     waiters: HashMap<RegistrationId, Vec<Waiter>>,
-    /// Failures of registrations that nobody waits for: a load that is being registered looks here.
-    failures: HashMap<RegistrationId, String>,
+    /// The registration that is being made, and why it failed, if it did.
+    registering: Option<(RegistrationId, Option<String>)>,
+    /// Entries taken off the table whose unload waits for requests that named them and are still on their way here.
+    departing: Vec<(Entry, UnloadMode)>,
     plan: StepPlan,
     step: LoweredStep,
     outcome: StepOutcome,
@@ -78,11 +94,13 @@ impl Worker {
             clock: Instant::now(),
             running: HashMap::new(),
             packed: HashMap::new(),
-            installed: HashSet::new(),
+            arriving: HashMap::new(),
+            released: HashSet::new(),
             preloaded: HashMap::new(),
             sources: HashMap::new(),
             waiters: HashMap::new(),
-            failures: HashMap::new(),
+            registering: None,
+            departing: Vec::new(),
             plan: StepPlan::default(),
             step,
             outcome,
@@ -95,13 +113,23 @@ impl Worker {
     /// Runs until told to stop or until every handle is gone.
     pub(crate) fn run(&mut self) {
         while self.take_commands() {
+            self.unload_departing();
             let ran = self.step();
-            self.carry_out_effects();
-            if !ran {
-                match self.commands.recv() {
-                    Ok(Command::Shutdown) | Err(_) => return,
-                    Ok(command) => self.handle(command),
-                }
+            // Effects may have made something runnable that was not when the step was planned.
+            let changed = self.carry_out_effects();
+            if ran || changed {
+                continue;
+            }
+            let command = if self.departing.is_empty() {
+                self.commands.recv().map_err(|_| RecvTimeoutError::Disconnected)
+            } else {
+                // Holds are dropped on callers' threads without a word to this one.
+                self.commands.recv_timeout(DEPARTING_POLL)
+            };
+            match command {
+                Ok(Command::Shutdown) | Err(RecvTimeoutError::Disconnected) => return,
+                Ok(command) => self.handle(command),
+                Err(RecvTimeoutError::Timeout) => {}
             }
         }
     }
@@ -119,7 +147,7 @@ impl Worker {
 
     /// Ends everything that still runs, after the loop has ended or failed.
     pub(crate) fn close(&mut self, why: &str) {
-        for (_, sequence) in self.running.drain() {
+        for (_, mut sequence) in self.running.drain() {
             sequence.fail(EngineError::Stopped(why.to_owned()));
         }
     }
@@ -131,11 +159,12 @@ impl Worker {
     fn handle(&mut self, command: Command) {
         let now = self.now();
         match command {
-            Command::Submit(sequences) => {
+            Command::Submit(sequences, holds) => {
                 for (request, sequence) in sequences {
                     self.running.insert(request.id, sequence);
                     self.core.handle(now, Event::Submit(request));
                 }
+                drop(holds);
             }
             Command::Abort(requests) => {
                 for request in requests {
@@ -147,7 +176,7 @@ impl Worker {
                 let result = match result {
                     Ok(reread) => {
                         let bytes = reread.packed.bytes;
-                        self.packed.entry(reread.version).or_insert(reread.packed);
+                        self.arriving.insert(reread.version, reread.packed);
                         Ok(LoadedAdapter { digest: reread.version, bytes })
                     }
                     Err(error) => Err(error.to_string()),
@@ -159,7 +188,7 @@ impl Worker {
                 Ok(entry) => {
                     let event = if pinned { Event::Pin(entry.registration) } else { Event::Unpin(entry.registration) };
                     if pinned {
-                        self.wait(entry.registration, Waiter { name, reply });
+                        self.wait(entry.registration, Waiter { awaited: Awaited::Pinned, name, reply });
                     } else {
                         let _ = reply.send(Ok(()));
                     }
@@ -191,34 +220,67 @@ impl Worker {
             version: read.version,
             report: read.report,
         };
+        let name = read.source.name.clone();
         self.sources.insert(registration, (read.source, read.version));
         let bytes = read.packed.bytes;
         self.preloaded.insert(registration, (read.version, read.packed));
+        self.registering = Some((registration, None));
         self.core.handle(now, Event::Register { registration, bytes });
         self.core.handle(now, Event::Prefetch(registration));
         self.carry_out_effects();
         // Not ordered at once = no room now: it is registered, and will be read again when a request asks for it.
         self.preloaded.remove(&registration);
-        if let Some(message) = self.failures.remove(&registration) {
+        let old = self.registry.get(&name);
+        let moves_pin = old.as_ref().is_some_and(|old| self.is_pinned(old.registration));
+        if let (true, Some(old)) = (moves_pin, &old) {
+            self.core.handle(now, Event::Unpin(old.registration));
+            self.core.handle(now, Event::Pin(registration));
+            self.carry_out_effects();
+        }
+        if let Some((_, Some(message))) = self.registering.take() {
             self.core.handle(now, Event::Unload { registration, mode: UnloadMode::Abort });
-            return Err(EngineError::AdapterOperation { name: info.name, message });
+            if let (true, Some(old)) = (moves_pin, &old) {
+                self.core.handle(now, Event::Pin(old.registration));
+            }
+            self.carry_out_effects();
+            return Err(EngineError::AdapterOperation { name, message });
         }
+        drop(old);
         // Published only now: the name led to the old version until here (promise P7).
-        let replaced = self.registry.publish(Entry { info: info.clone(), registration });
-        if let Some(old) = replaced {
-            self.core.handle(now, Event::Unload { registration: old, mode: UnloadMode::Drain });
+        if let Some(old) = self.registry.publish(Entry::new(info, registration)) {
+            self.departing.push((old, UnloadMode::Drain));
+            self.unload_departing();
         }
-        Ok(info)
+        self.registry.resolve(&name).map(|entry| entry.info)
+    }
+
+    fn is_pinned(&self, registration: RegistrationId) -> bool {
+        self.core.registration(registration).is_some_and(|status| status.pinned)
+    }
+
+    /// Starts the unloads that no request on its way here holds back any more.
+    fn unload_departing(&mut self) {
+        let now = self.now();
+        let core = &mut self.core;
+        self.departing.retain(|(entry, mode)| {
+            let waits = !entry.is_free();
+            if !waits {
+                core.handle(now, Event::Unload { registration: entry.registration, mode: *mode });
+            }
+            waits
+        });
+        self.carry_out_effects();
     }
 
     fn unload(&mut self, name: &str, mode: UnloadMode, reply: Reply<()>) {
-        match self.registry.resolve(name) {
-            Ok(entry) => {
-                self.registry.remove(name);
-                self.wait(entry.registration, Waiter { name: name.to_owned(), reply });
-                self.core.handle(self.now(), Event::Unload { registration: entry.registration, mode });
+        match self.registry.remove(name) {
+            Some(entry) => {
+                let waiter = Waiter { awaited: Awaited::Unloaded, name: name.to_owned(), reply };
+                self.wait(entry.registration, waiter);
+                self.departing.push((entry, mode));
+                self.unload_departing();
             }
-            Err(error) => drop(reply.send(Err(error))),
+            None => drop(reply.send(self.registry.resolve(name).map(|_| ()))),
         }
     }
 
@@ -226,59 +288,68 @@ impl Worker {
         self.waiters.entry(registration).or_default().push(waiter);
     }
 
-    fn answer(&mut self, registration: RegistrationId, failure: Option<String>) {
-        let waiters = self.waiters.remove(&registration).unwrap_or_default();
-        if waiters.is_empty()
-            && let Some(message) = &failure
-        {
-            self.failures.insert(registration, message.clone());
-        }
-        for Waiter { name, reply } in waiters {
-            let answer = match &failure {
+    /// Answers the callers that wait for `awaited`.
+    fn answer(&mut self, registration: RegistrationId, awaited: Awaited, failure: Option<&str>) {
+        let Some(waiters) = self.waiters.get_mut(&registration) else { return };
+        for waiter in waiters.extract_if(.., |waiter| waiter.awaited == awaited) {
+            let answer = match failure {
                 None => Ok(()),
-                Some(message) => Err(EngineError::AdapterOperation { name, message: message.clone() }),
+                Some(message) => {
+                    Err(EngineError::AdapterOperation { name: waiter.name, message: message.to_owned() })
+                }
             };
             // The caller may have given up waiting.
-            let _ = reply.send(answer);
+            let _ = waiter.reply.send(answer);
+        }
+        if waiters.is_empty() {
+            self.waiters.remove(&registration);
         }
     }
 
-    fn carry_out_effects(&mut self) {
+    /// Carries out what the control plane wants; true if there was anything.
+    fn carry_out_effects(&mut self) -> bool {
+        let mut any = false;
         // Carrying out a load order that is already satisfied brings further effects: repeat until there are none.
         loop {
             self.effects.extend(self.core.drain_effects());
             if self.effects.is_empty() {
                 break;
             }
+            any = true;
             let mut effects = std::mem::take(&mut self.effects);
             for effect in effects.drain(..) {
                 self.carry_out(effect);
             }
             self.effects = effects;
         }
-        // What was read for a registration that has gone meanwhile was never installed: drop it.
-        if self.packed.len() != self.installed.len() {
-            self.packed.retain(|digest, _| self.installed.contains(digest));
-        }
+        // What was read for a registration that has gone meanwhile was not installed: drop it.
+        self.arriving.clear();
+        any
     }
 
     fn carry_out(&mut self, effect: Effect) {
         match effect {
             Effect::Load { registration, .. } => self.order_load(registration),
             Effect::Install { slot, digest } => {
-                if let Some(handle) = self.packed.get(&digest) {
+                let arrived = self.arriving.remove(&digest).or_else(|| self.packed.get(&digest).cloned());
+                if let Some(handle) = arrived {
                     self.runner.install(slot.0, handle.clone());
-                    self.installed.insert(digest);
+                    self.packed.insert(digest, handle);
+                } else {
+                    // The kernels refuse an empty slot, so nothing is ever served without its adapter.
+                    tracing::error!(%digest, "an adapter was to be installed that nobody has read");
                 }
+                self.release_retired_blocks();
             }
             Effect::Evict { slot, digest } => {
                 self.runner.remove(slot.0);
-                self.installed.remove(&digest);
                 self.packed.remove(&digest);
+                self.released.clear();
+                self.released.extend(self.core.retired_blocks());
             }
             Effect::LeaseBound(_) => {}
             Effect::RequestFailed { request, reason } => {
-                if let Some(sequence) = self.running.remove(&request) {
+                if let Some(mut sequence) = self.running.remove(&request) {
                     sequence.fail(EngineError::RequestFailed(reason));
                 }
             }
@@ -289,18 +360,32 @@ impl Worker {
             }
             Effect::Unloaded(registration) => {
                 self.sources.remove(&registration);
-                self.failures.remove(&registration);
-                self.answer(registration, None);
+                self.answer(registration, Awaited::Unloaded, None);
+                self.answer(registration, Awaited::Pinned, Some("it was unloaded"));
             }
-            Effect::Resident(registration) => self.answer(registration, None),
-            Effect::RegistrationFailed { registration, message } => self.answer(registration, Some(message)),
+            Effect::Resident(registration) => self.answer(registration, Awaited::Pinned, None),
+            Effect::RegistrationFailed { registration, message } => {
+                self.answer(registration, Awaited::Pinned, Some(&message));
+                match &mut self.registering {
+                    Some((registering, failure)) if *registering == registration => *failure = Some(message),
+                    _ => {}
+                }
+            }
         }
+    }
+
+    /// Gives back the memory of KV blocks whose bytes adapters have taken (promise P8).
+    fn release_retired_blocks(&mut self) {
+        let fresh: Vec<u32> =
+            self.core.retired_blocks().filter(|block| !self.released.contains(block)).map(|block| block.0).collect();
+        self.runner.release_blocks(&fresh);
+        self.released.extend(fresh.into_iter().map(BlockId));
     }
 
     fn order_load(&mut self, registration: RegistrationId) {
         if let Some((digest, handle)) = self.preloaded.remove(&registration) {
             let bytes = handle.bytes;
-            self.packed.entry(digest).or_insert(handle);
+            self.arriving.insert(digest, handle);
             let result = Ok(LoadedAdapter { digest, bytes });
             self.core.handle(self.now(), Event::LoadFinished { registration, result });
             return;
@@ -336,7 +421,9 @@ impl Worker {
         self.outcome.sequences.clear();
         self.outcome.tokens.clear();
         for planned in &self.plan.sequences {
-            self.outcome.sequences.push(SequenceOutcome { request: Some(planned.request), ..SequenceOutcome::default() });
+            self.outcome
+                .sequences
+                .push(SequenceOutcome { request: Some(planned.request), ..SequenceOutcome::default() });
         }
         let wanted = self.step.sample_rows.len();
         let chunk = self.runner.max_logit_rows();

@@ -18,7 +18,7 @@ pub fn engine(oracle: &Oracle, configure: impl FnOnce(&mut EngineConfig)) -> Eng
     config.dtype = DType::Float32;
     config.max_lora_rank = 64;
     config.max_num_seqs = 16;
-    config.max_num_batched_tokens = 64;
+    config.max_num_batched_tokens = Some(64);
     config.block_size = 4;
     config.num_threads = Some(2);
     config.kv_cache_memory_bytes = Some(4 << 20);
@@ -72,14 +72,17 @@ pub type Answer = (Vec<u32>, Vec<(u32, u32)>);
 /// Runs requests together and returns their first samples' answers, in order.
 pub fn answers(engine: &EngineHandle, requests: Vec<GenerateRequest>) -> Vec<Answer> {
     let streams = engine.submit_all(requests, false).expect("the requests are good");
-    streams.into_iter().map(|mut stream| {
-        let samples = stream.collect_all().expect("the request finishes");
-        let sample = &samples[0];
-        let bits = sample
-            .logprobs
-            .iter()
-            .flat_map(|position| position.entries.iter().map(|entry| (entry.token, entry.logprob.to_bits())))
-            .collect();
-        (sample.token_ids.clone(), bits)
-    }).collect()
+    streams
+        .into_iter()
+        .map(|mut stream| {
+            let samples = stream.collect_all().expect("the request finishes");
+            let sample = &samples[0];
+            let bits = sample
+                .logprobs
+                .iter()
+                .flat_map(|position| position.entries.iter().map(|entry| (entry.token, entry.logprob.to_bits())))
+                .collect();
+            (sample.token_ids.clone(), bits)
+        })
+        .collect()
 }

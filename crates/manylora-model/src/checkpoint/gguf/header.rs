@@ -54,8 +54,7 @@ pub enum GgmlType {
 
 impl GgmlType {
     /// Names of all types that load, for messages.
-    pub const SUPPORTED: &'static str =
-        "F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K and Q6_K";
+    pub const SUPPORTED: &'static str = "F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K and Q6_K";
 
     fn from_code(code: u32) -> Result<Self, GgufError> {
         Ok(match code {
@@ -196,10 +195,7 @@ impl GgufHeader {
             b"GGUF" => {}
             b"FUGG" => return Err(broken("the file is a big-endian GGUF; convert it to little-endian".to_owned())),
             other => {
-                return Err(broken(format!(
-                    "the file does not start with `GGUF` but with `{}`",
-                    other.escape_ascii()
-                )));
+                return Err(broken(format!("the file does not start with `GGUF` but with `{}`", other.escape_ascii())));
             }
         }
         let version = reader.u32("the version")?;

@@ -148,7 +148,6 @@ impl GgufMetadata {
         match self.values.get(key) {
             None => Ok(None),
             Some(GgufValue::Float(value)) => Ok(Some(*value)),
-            #[expect(clippy::cast_precision_loss, reason = "integers in place of floats are small in metadata")]
             Some(GgufValue::Unsigned(value)) => Ok(Some(*value as f64)),
             Some(other) => Err(wrong(key, "a float", other)),
         }
@@ -156,7 +155,6 @@ impl GgufMetadata {
 
     /// A number as f32.
     pub fn f32(&self, key: &str) -> Getter<f32> {
-        #[expect(clippy::cast_possible_truncation, reason = "f32 is what the file holds")]
         self.f64(key).map(|value| value.map(|value| value as f32))
     }
 
@@ -201,11 +199,11 @@ impl GgufMetadata {
             Some(GgufValue::U32s(values)) => widen(values),
             Some(GgufValue::I32s(values)) => widen(values),
             Some(GgufValue::I64s(values)) => values.clone(),
-            Some(GgufValue::U64s(values)) => {
-                values.iter().map(|&value| i64::try_from(value)).collect::<Result<_, _>>().map_err(|_| {
-                    GgufError(format!("the metadata key `{key}` holds an integer beyond 63 bits"))
-                })?
-            }
+            Some(GgufValue::U64s(values)) => values
+                .iter()
+                .map(|&value| i64::try_from(value))
+                .collect::<Result<_, _>>()
+                .map_err(|_| GgufError(format!("the metadata key `{key}` holds an integer beyond 63 bits")))?,
             Some(other) => return Err(wrong(key, "an array of integers", other)),
         }))
     }

@@ -1,13 +1,18 @@
 //! GGUF: weights, configuration and tokenizer in one file, dequantized at load.
 //!
 //! [`header`] parses bytes that are not trusted, [`metadata`] answers for keys, [`model`] reads the specification and
-//! the tokenizer out of them, [`names`] speaks Hugging Face, [`blocks`] turns quantized blocks into f32.
+//! the tokenizer out of them, [`names`] speaks Hugging Face, [`blocks`] turns blocks into f32 (`quantized` does it for
+//! the quantized ones, and needs the feature `dequantize`).
 
 mod blocks;
 pub mod header;
 pub mod metadata;
 mod model;
 mod names;
+#[cfg(feature = "dequantize")]
+mod quantized;
+#[cfg(test)]
+mod tests;
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -17,8 +22,12 @@ use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 
 use self::header::{GgufHeader, GgufTensor};
-use super::{MappedFile, Opened, QuantizationNote, TensorStore, TokenizerSource, content_digest, hash_field};
+use super::{
+    GenerationDefaults, GgufTokenizer, MappedFile, Opened, QuantizationNote, TensorStore, TokenizerSource,
+    content_digest, hash_field,
+};
 use crate::error::ModelError;
+use crate::spec::ModelSpec;
 
 pub use self::metadata::{GgufError, GgufMetadata, GgufValue};
 
@@ -28,23 +37,60 @@ pub use self::metadata::{GgufError, GgufMetadata, GgufValue};
 /// supported.
 pub fn open(path: &Path) -> Result<Opened, ModelError> {
     let file = MappedFile::open(path)?;
+    let GgufContents { spec, names, generation, tokenizer, quantization, tensors } = read(path, file.bytes())?;
+    Ok(Opened {
+        spec,
+        names,
+        generation,
+        tokenizer: TokenizerSource::Gguf(Box::new(tokenizer)),
+        quantization,
+        store: Box::new(GgufStore { file, tensors }),
+    })
+}
+
+/// What the header of a GGUF file says, checked.
+#[derive(Clone, Debug)]
+pub struct GgufContents {
+    /// The model.
+    pub spec: ModelSpec,
+    /// `general.name`, if there is one.
+    pub names: Vec<String>,
+    /// Special ids.
+    pub generation: GenerationDefaults,
+    /// The tokenizer's metadata.
+    pub tokenizer: GgufTokenizer,
+    /// What is quantized, if anything.
+    pub quantization: Option<QuantizationNote>,
+    /// By Hugging Face name.
+    tensors: BTreeMap<String, Stored>,
+}
+
+/// Reads the header of a whole file's bytes; `path` is what errors name.
+pub fn read(path: &Path, file: &[u8]) -> Result<GgufContents, ModelError> {
     let damaged = |error: GgufError| ModelError::Malformed { path: path.to_path_buf(), message: error.0 };
-    let header = GgufHeader::parse(file.bytes()).map_err(damaged)?;
-    let model = model::read(path, &header, file.bytes())?;
+    let unsupported = |what: String| ModelError::Unsupported { message: format!("`{}` {what}", path.display()) };
+    let header = GgufHeader::parse(file).map_err(damaged)?;
+    let model = model::read(path, &header, file)?;
     let mut tensors = BTreeMap::new();
     for tensor in &header.tensors {
         if tensor.name == model::ROPE_FACTORS {
             continue;
         }
-        let name = names::hugging_face(&tensor.name).ok_or_else(|| ModelError::Unsupported {
-            message: format!(
-                "`{}` holds the tensor `{}`, which no {} model that is supported has; leaving it out would change the \
-                 model",
-                path.display(),
+        let name = names::hugging_face(&tensor.name).ok_or_else(|| {
+            unsupported(format!(
+                "holds the tensor `{}`, which no {} model that is supported has; leaving it out would change the model",
                 metadata::shown(&tensor.name),
                 model.architecture
-            ),
+            ))
         })?;
+        if !blocks::readable(tensor.kind) {
+            return Err(unsupported(format!(
+                "holds the tensor `{}` as {}, and this program was built without the feature `dequantize`; build it \
+                 with that feature, or use a model in F32, F16 or BF16",
+                metadata::shown(&tensor.name),
+                tensor.kind.name()
+            )));
+        }
         let permuted_head = (model.permuted
             && [".self_attn.q_proj.", ".self_attn.k_proj."].iter().any(|part| name.contains(part)))
         .then_some(model.spec.head_dim);
@@ -64,13 +110,13 @@ pub fn open(path: &Path) -> Result<Opened, ModelError> {
         bytes_on_disk,
         parameters,
     });
-    Ok(Opened {
+    Ok(GgufContents {
         spec: model.spec,
         names: model.names,
         generation: model.generation,
-        tokenizer: TokenizerSource::Gguf(Box::new(model.tokenizer)),
+        tokenizer: model.tokenizer,
         quantization,
-        store: Box::new(GgufStore { file, tensors }),
+        tensors,
     })
 }
 

@@ -251,9 +251,9 @@ impl SpecReader<'_> {
         };
         let divisors = self.rope_factors(head_dim as usize)?;
         if divisors.is_some() && !scaling.is_null() {
-            return Err(self.unsupported(&format!(
-                "has both `{ROPE_FACTORS}` and another scaling, which is not supported"
-            )));
+            return Err(
+                self.unsupported(&format!("has both `{ROPE_FACTORS}` and another scaling, which is not supported"))
+            );
         }
         Ok((scaling, divisors))
     }

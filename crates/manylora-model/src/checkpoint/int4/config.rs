@@ -160,10 +160,9 @@ fn compressed_tensors(fields: &Fields<'_>) -> Result<Quantization, ModelError> {
     if let Some(status) = fields.text("quantization_status")?.filter(|status| *status != "compressed") {
         return Err(fields.unsupported("quantization_status", status, "`compressed` is"));
     }
-    for (key, why) in [
-        ("kv_cache_scheme", "a plain key/value cache is"),
-        ("transform_config", "weights without transforms are"),
-    ] {
+    for (key, why) in
+        [("kv_cache_scheme", "a plain key/value cache is"), ("transform_config", "weights without transforms are")]
+    {
         if let Some(value) = fields.value(key).filter(|value| value.as_object().is_none_or(|map| !map.is_empty())) {
             return Err(fields.unsupported(key, &value.to_string(), why));
         }
@@ -299,7 +298,10 @@ impl<'a> Fields<'a> {
             value.push_str("...");
         }
         ModelError::Unsupported {
-            message: format!("the quantization setting `{}.{key}` = `{value}` is not supported; {supported}", self.within),
+            message: format!(
+                "the quantization setting `{}.{key}` = `{value}` is not supported; {supported}",
+                self.within
+            ),
         }
     }
 

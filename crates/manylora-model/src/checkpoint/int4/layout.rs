@@ -28,11 +28,7 @@ pub(super) struct Module {
 
 impl Module {
     /// Checks that all tensors of a module are there, in shapes and types that belong together.
-    pub(super) fn read(
-        files: &SafetensorsStore,
-        name: &str,
-        quantization: &Quantization,
-    ) -> Result<Self, ModelError> {
+    pub(super) fn read(files: &SafetensorsStore, name: &str, quantization: &Quantization) -> Result<Self, ModelError> {
         let per_word = 32 / quantization.bits;
         let parts = Parts { files, module: name };
         let (rows, columns) = match quantization.method {
@@ -219,9 +215,10 @@ impl Parts<'_> {
             .iter()
             .map(|&bytes| {
                 let group = i32::from_le_bytes(bytes);
-                u32::try_from(group).ok().filter(|&group| (group as usize) < groups).ok_or_else(|| {
-                    self.damaged(&format!("`{part}` names group `{group}` and there are {groups}"))
-                })
+                u32::try_from(group)
+                    .ok()
+                    .filter(|&group| (group as usize) < groups)
+                    .ok_or_else(|| self.damaged(&format!("`{part}` names group `{group}` and there are {groups}")))
             })
             .collect()
     }

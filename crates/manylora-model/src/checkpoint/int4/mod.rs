@@ -8,6 +8,8 @@
 
 pub mod config;
 mod layout;
+#[cfg(test)]
+mod tests;
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -1,0 +1,104 @@
+"""What every peer's process does: load, warm up, time each case once, say what it cost.
+
+A peer is a function that loads the model and returns `Loaded`; its process is started with a plan file, writes its result
+file and ends, so that nothing of one peer is in memory while another is measured.
+"""
+
+import json
+import os
+import random
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Adapter of each row by index; None is the base.
+Adapters = list[int | None]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A peer that is ready."""
+
+    # Prompts as token ids, the adapter of each row, new tokens per row: returns each row's new tokens.
+    generate: Callable[[list[list[int]], Adapters, int], list[list[int]]]
+    versions: dict[str, str]
+    dtype: str
+    # For each row and new token the lead of the best logit over the second, as a share of the largest; for the reference.
+    margins: Callable[[list[list[int]], Adapters, int], list[list[float]]] | None = None
+
+
+def prompts(rows: int, length: int, vocab: int, seed: int) -> list[list[int]]:
+    """Token ids above the bytes and below the end token; the same for every peer."""
+    source = random.Random(seed)
+    return [[source.randrange(256, vocab - 1) for _ in range(length)] for _ in range(rows)]
+
+
+def spelled(tokens: list[int]) -> str:
+    """The text that the benchmark's tokenizer turns into these tokens."""
+    return " ".join(f"w{token}" for token in tokens)
+
+
+def measure(plan: dict[str, Any], peer: Loaded) -> dict[str, Any]:
+    """Time every case of the plan."""
+
+    def seconds(case: dict[str, Any], tokens: int, call: int) -> float:
+        # New prompts in every call: no engine may find a prefix in its cache.
+        seed = plan["round"] * 1000 + case["seed"] * 10 + call
+        batch = prompts(len(case["adapters"]), case["prompt"], plan["vocab"], seed)
+        start = time.perf_counter()
+        rows = peer.generate(batch, case["adapters"], tokens)
+        elapsed = time.perf_counter() - start
+        if [len(row) for row in rows] != [tokens] * len(batch):
+            raise RuntimeError(f"{case['name']}: {[len(row) for row in rows]} new tokens instead of {tokens} each")
+        return elapsed
+
+    results = {}
+    for case in plan["cases"]:
+        rows, tokens = len(case["adapters"]), plan["tokens"]
+        peer.generate(prompts(rows, 8, plan["vocab"], case["seed"]), case["adapters"], 2)
+        if case["decode"]:
+            short, long = seconds(case, 1, 1), seconds(case, tokens, 2)
+            # Something else took the machine if more tokens took no more time.
+            rate = rows * (tokens - 1) / (long - short) if long > short else None
+            results[case["name"]] = {"tokens_per_second": rate, "seconds_1": short, f"seconds_{tokens}": long}
+        else:
+            short = seconds(case, 1, 1)
+            results[case["name"]] = {"tokens_per_second": rows * case["prompt"] / short, "seconds_1": short}
+    return results
+
+
+def agreement(plan: dict[str, Any], peer: Loaded) -> dict[str, Any]:
+    """The greedy tokens of every decode case, to compare peers with each other."""
+    results = {}
+    for case in plan["cases"]:
+        if case["decode"]:
+            batch = prompts(len(case["adapters"]), case["prompt"], plan["vocab"], case["seed"])
+            results[case["name"]] = {"tokens": peer.generate(batch, case["adapters"], plan["tokens"])}
+            if peer.margins is not None:
+                results[case["name"]]["margins"] = peer.margins(batch, case["adapters"], plan["tokens"])
+    return results
+
+
+def main(load: Callable[[dict[str, Any]], Loaded]) -> None:
+    """Run a plan with a peer."""
+    plan = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    start = time.perf_counter()
+    peer = load(plan)
+    loaded = time.perf_counter() - start
+    results = {"measure": measure, "agreement": agreement}[plan["action"]](plan, peer)
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    report = {
+        "results": results,
+        "load_seconds": loaded,
+        "peak_rss_bytes": usage.ru_maxrss * 1024,
+        "versions": peer.versions | {"python": sys.version.split()[0]},
+        "dtype": peer.dtype,
+    }
+    Path(plan["report"]).write_text(json.dumps(report), encoding="utf-8")
+    # Engines with threads of their own need not be waited for.
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,142 @@
+"""Fixtures of the end-to-end tests: engines on the oracle's tiny models, and adapters with content of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from manylora import LLM, SamplingParams
+from manylora.lora.request import LoRARequest
+from oracle.oracle_check import Oracle
+
+ORACLE = Path(__file__).parent / "oracle"
+BASES = sorted(path.parent.name for path in ORACLE.glob("*/base"))
+MIB = 1 << 20
+
+MakeEngine = Callable[..., LLM]
+
+
+def adapter_path(name: str, base: str = "llama") -> str:
+    return str(ORACLE / base / "adapters" / name)
+
+
+def lora(name: str, number: int, base: str = "llama") -> LoRARequest:
+    return LoRARequest(name, number, adapter_path(name, base))
+
+
+def greedy(max_tokens: int = 16, **fields: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **fields)
+
+
+def logits_of(llm: LLM, tokens: list[int], adapter: str | None = None, scale: float = 1.0) -> np.ndarray:
+    rows, width, values = llm.llm_engine.core.logits(tokens, [(adapter, scale)] if adapter else [])
+    return np.frombuffer(values, dtype="<f4").reshape(rows, width)
+
+
+def answer(output: Any) -> list[tuple[Any, ...]]:
+    """What must not depend on the batch, to the last bit."""
+    return [
+        (
+            sample.token_ids,
+            sample.text,
+            sample.logprobs,
+            sample.finish_reason,
+            sample.stop_reason,
+            output.prompt_logprobs,
+        )
+        for sample in output.outputs
+    ]
+
+
+@pytest.fixture
+def make_engine() -> Iterator[MakeEngine]:
+    """Make engines on oracle bases in float32; they are closed after the test."""
+    engines: list[LLM] = []
+
+    def make(base: str = "llama", **arguments: Any) -> LLM:
+        defaults: dict[str, Any] = {
+            "dtype": "float32",
+            "enable_lora": True,
+            "max_lora_rank": 64,
+            "kv_cache_memory_bytes": 32 * MIB,
+            "use_tqdm_on_load": False,
+            # The name that the oracle's adapters give their base.
+            "served_model_name": f"oracle/{base}",
+        }
+        path = base if os.sep in base else str(ORACLE / base / "base")
+        engine = LLM(path, **(defaults | arguments))
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def llm(make_engine: MakeEngine) -> LLM:
+    """An engine on the base `llama`."""
+    return make_engine()
+
+
+@pytest.fixture
+def make_adapter(tmp_path: Path) -> Callable[..., str]:
+    """Make an adapter from one of the oracle's, with tensors and configuration changed."""
+
+    def make(
+        name: str,
+        source: str = "small",
+        seed: int | None = None,
+        config: dict[str, Any] | None = None,
+        tensors: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] | None = None,
+    ) -> str:
+        target = tmp_path / name
+        shutil.copytree(adapter_path(source), target)
+        if config:
+            file = target / "adapter_config.json"
+            file.write_text(json.dumps(json.loads(file.read_text()) | config))
+        if seed is not None or tensors:
+            file = target / "adapter_model.safetensors"
+            content = load_file(file)
+            if seed is not None:
+                noise = np.random.default_rng(seed)
+                content = {
+                    key: value + noise.normal(0, 0.1, value.shape).astype("f4") for key, value in content.items()
+                }
+            save_file(tensors(content) if tensors else content, file)
+        return str(target)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def oracle() -> Callable[[str], Oracle]:
+    """Expected results of a base; read once."""
+    read: dict[str, Oracle] = {}
+
+    def get(base: str) -> Oracle:
+        if base not in read:
+            read[base] = Oracle(str(ORACLE / base))
+        return read[base]
+
+    return get
+
+
+@pytest.fixture
+def random_prompts() -> Callable[[int, int], list[list[int]]]:
+    """Make prompts of random lengths up to a limit."""
+
+    def make(count: int, longest: int, seed: int = 1) -> list[list[int]]:
+        source = random.Random(seed)
+        return [[source.randrange(3, 288) for _ in range(source.randint(1, longest))] for _ in range(count)]
+
+    return make
