@@ -1,4 +1,4 @@
-"""Writes the seed corpora of this folder from the oracle's files: `python fuzz/make_seeds.py`."""
+"""Write the seed corpora of this folder from the oracle's files: `python fuzz/make_seeds.py`."""
 
 import json
 import pathlib
@@ -13,7 +13,7 @@ SMALL = 3 << 10
 
 
 def seeds(target):
-    """Returns a function that writes one seed of a target."""
+    """Return a function that writes one seed of a target."""
     folder = SEEDS / target
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -21,7 +21,7 @@ def seeds(target):
 
 
 def adapters():
-    """Yields the name, configuration and tensor file of small adapters on the `llama` base, good and bad ones."""
+    """Yield the name, configuration and tensor file of small adapters on the `llama` base, good and bad ones."""
     for parent in (TESTS / "oracle/llama/adapters", TESTS / "oracle/malformed"):
         for folder in sorted(path for path in parent.iterdir() if path.is_dir()):
             files = [folder / "adapter_config.json", folder / "adapter_model.safetensors"]
@@ -38,7 +38,7 @@ def compact(text):
 
 
 def adapter_seeds():
-    """Writes the seeds of the three targets that read adapters."""
+    """Write the seeds of the three targets that read adapters."""
     config_seed, folder_seed, header_seed = map(seeds, ("adapter_config", "adapter_folder", "safetensors_header"))
     configurations, headers = set(), set()
     for name, config, tensors in adapters():
@@ -65,7 +65,7 @@ def adapter_seeds():
 
 
 def config_seeds():
-    """Writes the seeds of the two targets that read a model's configuration."""
+    """Write the seeds of the two targets that read a model's configuration."""
     model_seed, quantization_seed = seeds("model_config"), seeds("quantization_config")
     generation = {"eos_token_id": [2, 5], "temperature": 0.6, "top_p": 0.9, "top_k": 20, "do_sample": True}
     bases = [path.parent for path in sorted((TESTS / "oracle").glob("*/base/config.json"))]
@@ -74,19 +74,21 @@ def config_seeds():
         second = given.read_bytes() if given.exists() else json.dumps(generation)
         model_seed(base.parent.name, compact((base / "config.json").read_bytes()) + b"\0" + compact(second))
     for config in sorted((TESTS / "fixtures/rope").glob("*.config.json")):
-        model_seed(config.name.removesuffix(".json"), compact(config.read_bytes()) + b"\0" + compact(json.dumps(generation)))
+        model_seed(
+            config.name.removesuffix(".json"), compact(config.read_bytes()) + b"\0" + compact(json.dumps(generation))
+        )
     for config in sorted((TESTS / "fixtures/int4").glob("*/config.json")):
         quantization = json.loads(config.read_bytes())["quantization_config"]
         quantization_seed(config.parent.name, compact(json.dumps(quantization)))
 
 
 def text(value):
-    """A GGUF string."""
+    """Pack a GGUF string."""
     return struct.pack("<Q", len(value)) + value.encode()
 
 
 def entry(key, value):
-    """A GGUF metadata entry."""
+    """Pack a GGUF metadata entry."""
     if isinstance(value, bool):
         return text(key) + struct.pack("<IB", 7, value)
     if isinstance(value, int):
@@ -103,7 +105,7 @@ def entry(key, value):
 
 
 def gguf(architecture, dtype, extra):
-    """A whole GGUF model of one layer: hidden size 8, two heads, eight tokens (types F32 0, F16 1, BF16 30)."""
+    """Pack a whole GGUF model of one layer: hidden size 8, two heads, eight tokens (types F32 0, F16 1, BF16 30)."""
     metadata = {
         "general.architecture": architecture,
         "general.name": "tiny",
@@ -143,10 +145,12 @@ def gguf(architecture, dtype, extra):
 
 
 def gguf_seeds():
-    """Writes the seeds of the GGUF target: whole models, small enough to be mutated."""
+    """Write the seeds of the GGUF target: whole models, small enough to be mutated."""
     seed = seeds("gguf_header")
     seed("llama-f32", gguf("llama", 0, {}))
-    seed("qwen2-f16", gguf("qwen2", 1, {"tokenizer.ggml.scores": [0.5] * 8, "tokenizer.chat_template": "{{ messages }}"}))
+    seed(
+        "qwen2-f16", gguf("qwen2", 1, {"tokenizer.ggml.scores": [0.5] * 8, "tokenizer.chat_template": "{{ messages }}"})
+    )
     yarn = {"qwen3.rope.scaling.type": "yarn", "qwen3.rope.scaling.factor": 2.0, "tokenizer.ggml.model": "llama"}
     seed("qwen3-bf16", gguf("qwen3", 30, yarn))
 

@@ -8,6 +8,7 @@
 use std::error::Error;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use manylora::{AdapterSource, DType, Engine, EngineConfig, GenerateRequest, SamplingParams};
@@ -102,6 +103,7 @@ impl Bench {
         step
     }
 
+    #[expect(clippy::print_stdout, reason = "a bench prints its results")]
     fn line(&mut self, what: &str, rate: f64, fraction: f64) {
         println!("{what:<44} {rate:>9.1} tok/s   {fraction:>5.2} of the roofline");
         self.lines
@@ -141,9 +143,15 @@ fn main() -> Result<(), Box<dyn Error>> {
     println!("{machine}");
     let mut bench = Bench { engine, options, lines: Vec::new() };
 
-    for rows in [1, 8, 32] {
-        bench.decode(&limits, &format!("decode, {rows} base rows"), rows, 0, &|_| None);
+    let mut without = f64::NAN;
+    for rows in [1, 32, 8] {
+        without = bench.decode(&limits, &format!("decode, {rows} base rows"), rows, 0, &|_| None);
     }
+    let mut neighbour = Command::new("sh").args(["-c", "while :; do :; done"]).spawn()?;
+    let disturbed = bench.decode(&limits, "decode, 8 base rows, another process busy", 8, 0, &|_| None);
+    neighbour.kill()?;
+    neighbour.wait()?;
+    println!("a busy neighbour costs {:.2} of the undisturbed time", disturbed / without);
     for index in 0..8 {
         let name = format!("adapter-{index}");
         let path = folder().join(format!("{name}-r{RANK}"));
@@ -151,6 +159,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         bench.engine.load_adapter(AdapterSource::directory(name, path))?;
     }
     let base = bench.decode(&limits, "decode, 8 base rows, 8 idle adapters", 8, 0, &|_| None);
+    println!("8 idle adapters cost {:.3} of the time without them", base / without);
     let one = bench.decode(&limits, "decode, 8 rows on one adapter", 8, 1, &|_| Some("adapter-0".to_owned()));
     bench.decode(&limits, "decode, 8 rows on 8 adapters", 8, 8, &|row| Some(format!("adapter-{row}")));
     bench.decode(&limits, "decode, 32 rows on 8 adapters", 32, 8, &|row| Some(format!("adapter-{}", row % 8)));

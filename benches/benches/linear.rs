@@ -13,6 +13,9 @@ use manylora_kernels::{
 const WIDTH: usize = 896;
 const OUTPUTS: usize = 4864;
 
+/// Which adapter, if any, a row gets.
+type Popularity = fn(u32) -> Option<u32>;
+
 struct Ramp;
 
 impl RowSource for Ramp {
@@ -54,7 +57,7 @@ fn linear(c: &mut Criterion) {
         for rows in [1_usize, 8, 32, 64] {
             let input = backend.buffer(rows, WIDTH).expect("a buffer");
             let mut out = backend.buffer(rows, OUTPUTS).expect("a buffer");
-            let popularity: [(&str, fn(u32) -> Option<u32>); 3] =
+            let popularity: [(&str, Popularity); 3] =
                 [("base", |_| None), ("identical", |_| Some(0)), ("distinct", Some)];
             for (name, slot) in popularity {
                 if name == "base" && rank != 8 {

@@ -28,13 +28,17 @@ def draw(path: Path) -> Path:
             if middle is None:
                 continue
             axis.bar(index, middle, color=colour, yerr=[[middle - min(rates)], [max(rates) - middle]], capsize=3)
-            axis.annotate(f"{middle:.3g}", (index, max(rates)), (0, 3), textcoords="offset points", ha="center", fontsize=8)
+            axis.annotate(
+                f"{middle:.3g}", (index, max(rates)), (0, 3), textcoords="offset points", ha="center", fontsize=8
+            )
         axis.set_title(case.replace(", ", ",\n"), fontsize=9)
         axis.set_xticks(range(len(medians)), list(medians), fontsize=8)
         axis.set_ylim(0, axis.get_ylim()[1] * 1.08)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("tokens/s")
-    figure.suptitle(f"Qwen2.5-0.5B's shape, {result['machine']['simd']}, {result['machine']['threads']} threads", fontsize=10)
+    figure.suptitle(
+        f"Qwen2.5-0.5B's shape, {result['machine']['simd']}, {result['machine']['threads']} threads", fontsize=10
+    )
     target = path.with_suffix(".svg")
     figure.savefig(target, metadata={"Date": None})
     return target

@@ -40,9 +40,10 @@ def load(plan: dict[str, Any]) -> worker.Loaded:
             usage = chunk.usage or usage
         if usage is None or (usage.prompt_tokens, usage.completion_tokens) != (prompt, tokens):
             raise RuntimeError(f"{prompt} and {tokens} tokens were asked for, got {usage}")
-        found = [int(word) for word in re.findall(r"w(\d+)", text)]
-        # Bytes and special tokens are not words; the count is what the engine says.
-        return found if len(found) == tokens else [-1] * tokens
+        # A word of the benchmark's tokenizer names its token, an ASCII character is a byte.
+        found = [int(word[1:]) if len(word) > 1 else ord(word) for word in re.findall(r"w\d+|[\0-\x7f]", text)]
+        # Other bytes cannot be told from the text; how many tokens there are is what the engine says.
+        return found if len(found) == tokens else [worker.UNREADABLE] * tokens
 
     return worker.Loaded(generate, {"mistralrs": version("mistralrs")}, "its own choice")
 

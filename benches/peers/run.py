@@ -18,9 +18,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import worker
+
 HERE = Path(__file__).resolve().parent
+# Rounds go through these in turn, so that a disturbance of the machine does not hit one engine only.
 PEERS = ("manylora", "peft", "mistralrs")
-# Rounds are interleaved so that a disturbance of the machine does not hit one engine only.
 ADAPTERS = 8
 VOCABULARIES = {"half-billion": 151_936, "small": 4096}
 # Name, rows' adapters (None is the base), prompt length, decode or prefill. Base first: see `peer_peft.py`.
@@ -46,7 +48,7 @@ def setup(arguments: argparse.Namespace) -> None:
         "bench": ["-r", str(HERE / "requirements.txt")],
         "manylora": [str(arguments.wheel)],
         "peft": ["-r", str(HERE / "requirements-peft.txt")],
-        # There is no building it from source here.
+        # From source it would need a toolchain and half an hour.
         "mistralrs": ["--only-binary=:all:", "-r", str(HERE / "requirements-mistralrs.txt")],
     }
     for name in arguments.only or wanted:
@@ -170,7 +172,7 @@ def measure(arguments: argparse.Namespace) -> None:
     bench = Bench(arguments)
     bench.write_models()
     description = machine(bench.threads)
-    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     path = arguments.output or HERE / "results" / f"{date}-{description['simd']}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     model = f"{arguments.shape}: random bf16 weights, {ADAPTERS} adapters of rank 16 on all linear maps"
@@ -265,13 +267,14 @@ def check_agreement(bench: Bench, path: Path) -> None:
 
 def compare(reference: dict[str, Any], rows: list[list[int]]) -> dict[str, int]:
     """Compare each row up to its first difference, which must be where two tokens tie."""
-    counts = {"equal": 0, "ties": 0, "different": 0}
+    counts = {"equal": 0, "ties": 0, "different": 0, "unreadable": 0}
     for expected, margins, row in zip(reference["tokens"], reference["margins"], rows, strict=True):
         for wanted, margin, found in zip(expected, margins, row, strict=True):
             if wanted == found:
                 counts["equal"] += 1
                 continue
-            counts["ties" if margin < TIE else "different"] += 1
+            outcome = "unreadable" if found == worker.UNREADABLE else "ties" if margin < TIE else "different"
+            counts[outcome] += 1
             break
     return counts
 

@@ -1,4 +1,4 @@
-"""Writes the model and the adapters that every peer loads: random weights in a real model's shape, the same each time."""
+"""Writes the model and the adapters that every peer loads: a real model's shape, random weights, the same each time."""
 
 import argparse
 import json

@@ -1,7 +1,7 @@
 """What every peer's process does: load, warm up, time each case once, say what it cost.
 
-A peer is a function that loads the model and returns `Loaded`; its process is started with a plan file, writes its result
-file and ends, so that nothing of one peer is in memory while another is measured.
+A peer is a function that loads the model and returns `Loaded`; its process is started with a plan file, writes its
+report and ends, so that nothing of one peer is in memory while another is measured.
 """
 
 import json
@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# In place of a token that an engine which only gives text does not show.
+UNREADABLE = -1
 # Adapter of each row by index; None is the base.
 Adapters = list[int | None]
 
@@ -27,7 +29,7 @@ class Loaded:
     generate: Callable[[list[list[int]], Adapters, int], list[list[int]]]
     versions: dict[str, str]
     dtype: str
-    # For each row and new token the lead of the best logit over the second, as a share of the largest; for the reference.
+    # Of the reference only: by how much of the largest logit the best leads the second, for each row and new token.
     margins: Callable[[list[list[int]], Adapters, int], list[list[float]]] | None = None
 
 

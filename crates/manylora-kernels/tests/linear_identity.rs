@@ -72,7 +72,7 @@ fn row_order_and_batch_size_do_not_matter() {
 #[test]
 fn threads_do_not_matter() {
     for (level, dtype) in variants() {
-        for rows in [1, 3, 10] {
+        for rows in [1, 3, 10, 60] {
             let case = mixed(4, rows, 90, &[100, 36, 5], dtype);
             let wanted = bits(&case.run(&backend(level, 1)));
             for threads in [2, 3, 7] {

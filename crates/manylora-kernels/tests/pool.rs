@@ -115,6 +115,45 @@ fn equal_options_share_one_pool() {
 }
 
 #[test]
+fn shared_pools_of_different_sizes_take_turns() {
+    let inside = AtomicUsize::new(0);
+    let total = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        for threads in [2, 3, 4] {
+            let pool = Pool::shared(PoolOptions { threads: Some(threads), ..PoolOptions::default() }).unwrap();
+            let (inside, total) = (&inside, &total);
+            scope.spawn(move || {
+                for _ in 0..300 {
+                    pool.run(&|_, parts| {
+                        // Whoever is inside belongs to one region: a team of its own size, and no other.
+                        let before = inside.fetch_add(1 << (8 * parts), Ordering::SeqCst);
+                        assert_eq!(before & !(0xFF << (8 * parts)), 0, "two regions at once");
+                        total.fetch_add(1, Ordering::Relaxed);
+                        inside.fetch_sub(1 << (8 * parts), Ordering::SeqCst);
+                    });
+                }
+            });
+        }
+    });
+    assert_eq!(total.into_inner(), 300 * (2 + 3 + 4));
+}
+
+#[test]
+fn one_thread_does_not_wait_for_the_others() {
+    let one = Pool::shared(PoolOptions { threads: Some(1), ..PoolOptions::default() }).unwrap();
+    let two = Pool::shared(PoolOptions { threads: Some(2), ..PoolOptions::default() }).unwrap();
+    let count = AtomicUsize::new(0);
+    two.run(&|part, _| {
+        if part == 0 {
+            one.run(&|_, _| {
+                count.fetch_add(1, Ordering::Relaxed);
+            });
+        }
+    });
+    assert_eq!(count.into_inner(), 1);
+}
+
+#[test]
 fn dropping_joins_even_without_parking() {
     let pool = Pool::new(PoolOptions { threads: Some(2), pin_threads: true, park: false }).unwrap();
     pool.run(&|_, _| {});

@@ -1,5 +1,7 @@
 //! Every adapter of the oracle that must load equals PEFT; those that may be refused are refused or equal.
 
+#![allow(clippy::unwrap_used, reason = "a panic is a failed test")]
+
 mod harness;
 
 use std::path::Path;

@@ -3,6 +3,8 @@
 //! The templates are fetched, never committed: `MANYLORA_TEMPLATES` is the folder of `*.jinja` files. Without it only the
 //! oracle's template, which is in the tree, is checked.
 
+#![allow(clippy::format_collect, clippy::unwrap_used, reason = "a test: speed does not matter, a panic is a failure")]
+
 use std::path::{Path, PathBuf};
 
 use manylora_model::chat::{ChatTemplate, ContentFormat, RenderOptions};

@@ -1,5 +1,7 @@
 //! Opening model folders: what is found, what is refused before any weight is read, and what a base is identified by.
 
+#![allow(clippy::unwrap_used, reason = "a panic is a failed test")]
+
 mod harness;
 
 use std::collections::HashMap;
@@ -176,10 +178,14 @@ fn rotary_buffers_of_old_checkpoints_are_left_out() {
 
 #[test]
 fn heads_and_ties() {
-    // Not stored: the embedding is the head, whatever the configuration says.
+    // Not stored: the embedding is the head, unless the configuration says that it is not.
     let absent = copy_of("llama-tied");
-    change_json(&absent.path().join("config.json"), |config| config["tie_word_embeddings"] = json!(false));
+    change_json(&absent.path().join("config.json"), |config| {
+        config.as_object_mut().unwrap().remove("tie_word_embeddings");
+    });
     assert!(Checkpoint::open(absent.path()).unwrap().spec.tied);
+    change_json(&absent.path().join("config.json"), |config| config["tie_word_embeddings"] = json!(false));
+    assert!(error(&absent).contains("`lm_head.weight` is missing and tie_word_embeddings is false"));
     // Stored and declared tied: tied wins, as in transformers.
     let both = copy_of("llama");
     change_json(&both.path().join("config.json"), |config| config["tie_word_embeddings"] = json!(true));

@@ -1,5 +1,7 @@
 //! Whole quantized models against transformers: GGUF, INT4 safetensors, and rotary scaling (tests/fixtures).
 
+#![allow(clippy::unwrap_used, reason = "a panic is a failed test")]
+
 mod harness;
 
 use std::path::{Path, PathBuf};

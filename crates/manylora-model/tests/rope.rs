@@ -1,5 +1,7 @@
 //! Rotary frequencies and tables against transformers' (rope/frequencies.json, made by rope/make_frequencies.py).
 
+#![allow(clippy::unwrap_used, reason = "a panic is a failed test")]
+
 use manylora_model::ModelSpec;
 use manylora_model::decoder::rope;
 use serde_json::{Value, json};

@@ -3,6 +3,8 @@
 //! The file is found through `MANYLORA_SMOLLM2`, or as `~/.cache/manylora/SmolLM2-135M-Instruct.Q4_1.gguf`; `make test`
 //! fetches it. Where the variable is not set and the file is not there, this test says so and passes.
 
+#![allow(clippy::unwrap_used, reason = "a panic is a failed test")]
+
 mod harness;
 
 use std::path::PathBuf;

@@ -4,6 +4,8 @@
 //! folder in `MANYLORA_VOCABS` holds `ggml-vocab-*.gguf` with `.inp` and `.out` (llama.cpp's own vectors) and, for
 //! SmolLM2, `MANYLORA_SMOLLM2` is its GGUF file. Where a variable is not set, its test says so and passes.
 
+#![allow(clippy::unwrap_used, reason = "a panic is a failed test")]
+
 use std::path::{Path, PathBuf};
 
 use manylora_model::checkpoint::GgufTokenizer;

@@ -1,5 +1,7 @@
 //! The engine and a request's stream, as Python objects. Every call that waits releases the GIL.
 
+#![expect(clippy::needless_pass_by_value, reason = "what Python hands over is owned")]
+
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};

@@ -1,9 +1,11 @@
 //! The engine inside a tokio service: `POST /generate {"prompt": "...", "adapter": "name"}` streams text.
 //!
-//! `cargo run --release -p manylora --example axum_service -- BASE NAME=ADAPTER_DIR [NAME=ADAPTER_DIR ...]`
+//! `LISTEN=127.0.0.1:8080 cargo run --release -p manylora --example axum_service -- BASE NAME=ADAPTER_DIR ...`
 //!
 //! Submitting tokenizes and validates on the calling thread, so it runs on tokio's blocking pool; the stream itself is a
 //! `futures` stream. A client that disconnects drops the stream, which aborts its request.
+
+#![expect(clippy::print_stdout, reason = "an example prints")]
 
 use std::error::Error;
 
@@ -51,7 +53,8 @@ async fn main() -> Result<(), Box<dyn Error>> {
         engine.load_adapter(AdapterSource::directory(name, path))?;
     }
     let service = axum::Router::new().route("/generate", post(generate)).with_state(engine.handle());
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:8080").await?;
+    let address = std::env::var("LISTEN").unwrap_or_else(|_| "127.0.0.1:8080".to_owned());
+    let listener = tokio::net::TcpListener::bind(address).await?;
     println!("listening on http://{}", listener.local_addr()?);
     axum::serve(listener, service).await?;
     Ok(())

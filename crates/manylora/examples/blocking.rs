@@ -2,6 +2,8 @@
 //!
 //! `cargo run --release -p manylora --example blocking -- BASE NAME=ADAPTER_DIR [NAME=ADAPTER_DIR ...]`
 
+#![expect(clippy::print_stdout, reason = "an example prints")]
+
 use std::error::Error;
 
 use manylora::{AdapterSource, Engine, EngineConfig, GenerateRequest, SamplingParams};

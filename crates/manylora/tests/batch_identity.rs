@@ -55,6 +55,7 @@ fn solo(engine: &Engine, rows: &[Row]) -> Vec<Answer> {
 fn solo_equals_batched_bit_for_bit() {
     let oracle = Oracle::open("llama");
     let reference = with_adapters(&oracle, |config| config.enable_prefix_caching = false);
+    let adapter_bytes = reference.stats().expect("stats").adapter_bytes;
     let variants: Vec<(&str, Engine)> = vec![
         ("batched", with_adapters(&oracle, |_| {})),
         (
@@ -64,12 +65,12 @@ fn solo_equals_batched_bit_for_bit() {
                 config.max_num_seqs = 4;
             }),
         ),
-        // 14 blocks of 4 positions: less than two long sequences, so that requests are preempted all the time.
+        // 20 blocks of 1 KiB beside all adapters, where one sequence takes up to 13: requests are preempted all the time.
         (
             "tiny KV pool",
             with_adapters(&oracle, |config| {
                 config.max_model_len = Some(52);
-                config.kv_cache_memory_bytes = Some(14 * 4 * 256 + 600_000);
+                config.kv_cache_memory_bytes = Some(adapter_bytes + 20 * 1024);
             }),
         ),
         ("one thread", with_adapters(&oracle, |config| config.num_threads = Some(1))),

@@ -5,6 +5,8 @@ mod common;
 use common::{Oracle, answers, engine, greedy, load, request};
 use manylora::{DType, Engine, EngineConfig, EngineError, FinishReason, GenerateRequest, SamplingParams, StopReason};
 
+type Change<'a> = &'a dyn Fn(&mut EngineConfig);
+
 #[test]
 fn bad_requests_are_refused_by_name() {
     let oracle = Oracle::open("llama");
@@ -43,12 +45,12 @@ fn bad_requests_are_refused_by_name() {
 #[test]
 fn bad_configurations_are_refused_by_name() {
     let oracle = Oracle::open("llama");
-    let start = |change: &dyn Fn(&mut EngineConfig)| {
+    let start = |change: Change<'_>| {
         let mut config = EngineConfig::new(oracle.base_folder());
         change(&mut config);
         Engine::start(config).map(drop).expect_err("the configuration is refused").to_string()
     };
-    let cases: [(&dyn Fn(&mut EngineConfig), &str); 7] = [
+    let cases: [(Change<'_>, &str); 7] = [
         (&|config| config.model = "no/such/folder".into(), "no/such/folder"),
         (&|config| config.max_num_seqs = 0, "max_num_seqs"),
         (&|config| config.max_model_len = Some(513), "`513`"),

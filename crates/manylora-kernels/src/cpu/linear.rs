@@ -1,12 +1,14 @@
 //! The driver of `linear`: up to four maps of one input, base and adapters in one pass.
 //!
 //! A call is one parallel region over the panels of all its parts; with adapters, a first region computes the shrink of
-//! all entries for all parts. A thread takes a panel, runs all rows through it into a tile in the first-level cache,
+//! all entries for all parts. A thread draws a run of panels, takes a panel, runs all rows through it into a tile in the first-level cache,
 //! lets each adapter's B continue the very accumulators (`expand`, in the plan's order), adds the bias and writes the
 //! result. Each (row, output) is one chain of additions in a fixed order, so it does not depend on the other rows.
 #![expect(unsafe_code, reason = "threads write disjoint columns of shared outputs")]
 
+use std::ops::Range;
 use std::sync::PoisonError;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::CpuBackend;
 use super::adapter::CpuAdapter;
@@ -24,13 +26,19 @@ use crate::site::Site;
 /// Most parts of one call.
 const MAX_PARTS: usize = 4;
 /// Most rows that pass through a panel together.
-const MOST_ROWS: usize = 96;
+const MOST_ROWS: usize = 48;
 /// Rows that do so however wide they are, so that each read of a panel serves many.
 const FEWEST_ROWS: usize = 24;
 /// Bytes of activations that should stay in the second-level cache while panels pass by.
 const ROWS_BYTES: usize = 768 << 10;
 /// Bytes of a panel that stay in the first-level cache while several blocks of rows pass by.
 const STEPS_BYTES: usize = 8 << 10;
+/// Panels that belong together in a run, and runs that a thread draws of each block of rows when nobody is late: few
+/// enough to read long stretches of memory, many enough to even out.
+const PANELS_TOGETHER: usize = 4;
+const RUNS_PER_THREAD: usize = 8;
+/// Bytes of one adapter's B that are fetched before they are needed; of more, the rest follows in its stream.
+const B_AHEAD: usize = 2048;
 /// Outputs of the widest panel, and of a panel of B.
 const WIDEST: usize = 32;
 const B_WIDTH: usize = 16;
@@ -69,6 +77,13 @@ struct Call<'a> {
     scratch_each: usize,
     /// Rows that pass through a panel together.
     tile_rows: usize,
+    /// Panels of all parts, and the number of runs that they are drawn in for each block of rows.
+    panels: usize,
+    runs: usize,
+    /// The next ticket: runs of the first block of rows, then of the second, ...
+    next: AtomicUsize,
+    /// Some part wants its rows as pairs of bf16.
+    pairs: bool,
 }
 
 // SAFETY: threads read shared inputs, and write disjoint columns of the outputs, disjoint shrink results and their own
@@ -151,6 +166,7 @@ pub(super) fn linear(
     let scratch_each = scratch_each(rows, inputs, pairs);
     let threads = backend.pool.threads();
     scratch.reserve_threads(threads, scratch_each).expect("working memory of a step: reserve it at start");
+    let panels = views[..parts.len()].iter().map(|part| part.panels).sum::<usize>();
     let call = Call {
         level: backend.level,
         rows,
@@ -164,11 +180,15 @@ pub(super) fn linear(
         scratch: scratch.threads.as_mut_ptr(),
         scratch_each,
         tile_rows,
+        panels,
+        runs: if threads == 1 { 1 } else { panels.div_ceil(PANELS_TOGETHER).clamp(1, threads * RUNS_PER_THREAD) },
+        next: AtomicUsize::new(0),
+        pairs,
     };
     if !call.segments.is_empty() {
         backend.pool.run(&|part, parts| call.shrink(part, parts));
     }
-    backend.pool.run(&|part, parts| call.panels(part, parts));
+    backend.pool.run(&|part, _| call.panels(part));
 }
 
 /// Adds the deltas of adapters that touch the embedding to `out`, which holds the base rows.
@@ -234,6 +254,10 @@ pub(super) fn embed_deltas(
         scratch: scratch.threads.as_mut_ptr(),
         scratch_each,
         tile_rows: MOST_ROWS,
+        panels: part.panels,
+        runs: 1,
+        next: AtomicUsize::new(0),
+        pairs: false,
     };
     backend.pool.run(&|part, parts| call.embed_panels(part, parts));
 }
@@ -356,56 +380,59 @@ impl Call<'_> {
         }
     }
 
-    /// A thread's share of the panels of all parts.
-    fn panels(&self, thread: usize, threads: usize) {
-        let total: usize = self.parts.iter().map(|part| part.panels).sum();
-        let share = Pool::split(total, 1, thread, threads);
-        if share.is_empty() {
-            return;
-        }
+    /// A thread's work on the panels of all parts: it draws tickets, each of them a run of panels for one block of rows,
+    /// until none is left. So a thread that lost its core for a while holds back one ticket, not its share of the call.
+    fn panels(&self, thread: usize) {
         // SAFETY: this thread's own stretch of the scratch.
         let tile = unsafe { self.scratch.add(thread * self.scratch_each) };
         let blocks = self.rows.div_ceil(self.tile_rows);
-        let mut first_row = 0;
-        for block in 0..blocks {
-            let rows = block_rows(self.rows, self.tile_rows, block);
-            let mut before = 0;
-            let mut pairs_ready = false;
-            let mut list = [PanelRow { input: std::ptr::null(), tile }; MOST_ROWS];
-            for part in self.parts {
-                let first = share.start.saturating_sub(before).min(part.panels);
-                let last = share.end.saturating_sub(before).min(part.panels);
-                before += part.panels;
-                if first == last {
-                    continue;
-                }
-                let pairs = part.format == PanelFormat::Bf16Pairs;
-                if pairs && !pairs_ready {
-                    self.round_rows(first_row, rows, tile);
-                    pairs_ready = true;
-                }
-                let mut panel = first;
-                while panel < last {
-                    let group = panels_side_by_side(rows, last - panel);
-                    let width = group * part.format.width();
-                    for (index, row) in list[..rows].iter_mut().enumerate() {
-                        // SAFETY: inputs and tile have room for these rows.
-                        unsafe {
-                            row.tile = tile.add(index * width);
-                            row.input = if pairs {
-                                tile.add(TILE + index * self.inputs.div_ceil(2)).cast()
-                            } else {
-                                self.input.add((first_row + index) * self.input_width).cast()
-                            };
-                        }
-                    }
-                    self.base(part, panel, group, &list[..rows]);
-                    self.expand(part, panel * part.format.width(), width, first_row, rows, tile);
-                    Self::finish(part, panel * part.format.width(), width, first_row, rows, tile);
-                    panel += group;
-                }
+        let mut rounded = None;
+        loop {
+            let ticket = self.next.fetch_add(1, Ordering::Relaxed);
+            let (block, run) = (ticket / self.runs, ticket % self.runs);
+            if block >= blocks {
+                return;
             }
-            first_row += rows;
+            let first_row = (0..block).map(|before| block_rows(self.rows, self.tile_rows, before)).sum();
+            let rows = block_rows(self.rows, self.tile_rows, block);
+            if self.pairs && rounded != Some(block) {
+                self.round_rows(first_row, rows, tile);
+                rounded = Some(block);
+            }
+            self.run_of_panels(Pool::split(self.panels, PANELS_TOGETHER, run, self.runs), first_row, rows, tile);
+        }
+    }
+
+    /// Panels (counted through all parts) of one block of rows.
+    fn run_of_panels(&self, share: Range<usize>, first_row: usize, rows: usize, tile: *mut f32) {
+        let mut before = 0;
+        let mut list = [PanelRow { input: std::ptr::null(), tile }; MOST_ROWS];
+        for part in self.parts {
+            let first = share.start.saturating_sub(before).min(part.panels);
+            let last = share.end.saturating_sub(before).min(part.panels);
+            before += part.panels;
+            let pairs = part.format == PanelFormat::Bf16Pairs;
+            let mut panel = first;
+            while panel < last {
+                let group = panels_side_by_side(rows, last - panel);
+                let width = group * part.format.width();
+                for (index, row) in list[..rows].iter_mut().enumerate() {
+                    // SAFETY: inputs and tile have room for these rows.
+                    unsafe {
+                        row.tile = tile.add(index * width);
+                        row.input = if pairs {
+                            tile.add(TILE + index * self.inputs.div_ceil(2)).cast()
+                        } else {
+                            self.input.add((first_row + index) * self.input_width).cast()
+                        };
+                    }
+                }
+                self.fetch_ahead(part, panel * part.format.width(), width, first_row, rows);
+                self.base(part, panel, group, &list[..rows]);
+                self.expand(part, panel * part.format.width(), width, first_row, rows, tile);
+                Self::finish(part, panel * part.format.width(), width, first_row, rows, tile);
+                panel += group;
+            }
         }
     }
 
@@ -481,24 +508,38 @@ impl Call<'_> {
         }
     }
 
+    /// Fetches what comes after the base: B of the rows' adapters, a few lines in each of many streams, and the lines of
+    /// the result. Waiting for them one after the other would cost a good part of the panel's time.
+    fn fetch_ahead(&self, part: &Part, first_output: usize, width: usize, first_row: usize, rows: usize) {
+        for index in 0..rows {
+            let out = part.out.wrapping_add((first_row + index) * part.out_width + first_output);
+            prefetch(out.cast(), 4 * width);
+        }
+        for segment in &self.segments[part.first_segment..part.last_segment] {
+            if segment.rows_within(self.plan, first_row, rows).is_empty() {
+                continue;
+            }
+            let panel_bytes = PanelFormat::of_adapter(segment.dtype).panel_bytes(segment.rank);
+            let bytes = if panel_bytes <= B_AHEAD { width / B_WIDTH * panel_bytes } else { B_AHEAD };
+            prefetch(segment.b.wrapping_add(first_output / B_WIDTH * panel_bytes), bytes);
+        }
+    }
+
     /// The adapters of the tile's rows, segment by segment in the plan's order: each row's chains go on over the ranks.
     fn expand(&self, part: &Part, first_output: usize, width: usize, first_row: usize, rows: usize, tile: *mut f32) {
         let last_output = (first_output + width).min(part.outputs);
+        let mut list = [PanelRow { input: std::ptr::null(), tile }; MOST_ROWS];
         for segment in &self.segments[part.first_segment..part.last_segment] {
-            let entries = &self.plan.entries()[segment.first..segment.first + segment.count];
-            // Entries of a segment are in row order.
-            let first = entries.partition_point(|entry| (entry.row as usize) < first_row);
-            let last = first + entries[first..].partition_point(|entry| (entry.row as usize) < first_row + rows);
-            if first == last {
+            let which = segment.rows_within(self.plan, first_row, rows);
+            if which.is_empty() {
                 continue;
             }
             let format = PanelFormat::of_adapter(segment.dtype);
             let kernel = panel_kernel(self.level, format);
             let panel_bytes = format.panel_bytes(segment.rank);
-            let mut list = [PanelRow { input: std::ptr::null(), tile }; MOST_ROWS];
             for column in (first_output..last_output).step_by(B_WIDTH) {
-                for (row, index) in list.iter_mut().zip(first..last) {
-                    let tile_row = entries[index].row as usize - first_row;
+                for (row, index) in list.iter_mut().zip(which.clone()) {
+                    let tile_row = self.plan.entries()[segment.first + index].row as usize - first_row;
                     // SAFETY: the shrink results of this entry, and the row's columns of the tile.
                     unsafe {
                         row.input = self.shrunk.add(segment.shrunk + index * segment.rank).cast();
@@ -506,7 +547,7 @@ impl Call<'_> {
                     }
                 }
                 let job = PanelJob {
-                    rows: &list[..last - first],
+                    rows: &list[..which.len()],
                     // SAFETY: B has a panel for every 16 outputs.
                     weights: unsafe { segment.b.add(column / B_WIDTH * panel_bytes) },
                     panel_stride: panel_bytes,
@@ -549,11 +590,24 @@ impl Call<'_> {
     }
 }
 
+/// Fetches `bytes` bytes from `address` on; any address will do.
+#[inline]
+fn prefetch(address: *const u8, bytes: usize) {
+    #[cfg(target_arch = "x86_64")]
+    for offset in (0..bytes).step_by(64) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: a prefetch may point anywhere.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(address.wrapping_add(offset).cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (address, bytes);
+}
+
 /// Panels computed together: with few rows one panel has too few chains to keep memory busy.
 const fn panels_side_by_side(rows: usize, left: usize) -> usize {
     match (rows, left) {
         (1, 4..) => 4,
-        (1..=3, 2..) => 2,
+        (1..=2, 2..) => 2,
         _ => 1,
     }
 }

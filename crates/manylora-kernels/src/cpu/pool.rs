@@ -3,6 +3,13 @@
 //! A region has as many parts as the pool has threads. Each worker takes its own part; a part whose worker has not come
 //! by when the caller is done (it was parked, or another process has its core) is taken by the caller. Waiting spins
 //! for some tens of microseconds and then parks, so that a busy neighbour costs its share and no more.
+//!
+//! Engines of one process share its pool ([`Pool::shared`]): there is one team per set of options, and all teams take
+//! turns, a region at a time, so that two engines never have more threads at work than the larger of them asked for.
+//! Usually all engines ask for the same and there is one team. Engines that ask for different numbers of threads get
+//! teams of their own rather than a part of one that grew: a region must reach exactly the threads that it is for by
+//! one store to one cache line, and threads that it is not for would be woken, or spin, for nothing. The team that is
+//! not at work is parked and costs a stack each. A single thread needs no team and no turn: it runs beside the others.
 #![expect(unsafe_code, reason = "lends a borrowed closure to other threads for the length of a region")]
 
 use std::any::Any;
@@ -10,7 +17,7 @@ use std::cell::UnsafeCell;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -207,7 +214,7 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// A team of threads that runs one region at a time.
 pub struct Pool {
     state: Arc<State>,
-    turn: Mutex<()>,
+    turn: Arc<Mutex<()>>,
     workers: Vec<JoinHandle<()>>,
     options: PoolOptions,
 }
@@ -215,6 +222,11 @@ pub struct Pool {
 impl Pool {
     /// A pool of its own. See [`Self::shared`] for the one that engines use.
     pub fn new(options: PoolOptions) -> Result<Self, KernelError> {
+        Self::taking_turns(options, Arc::default())
+    }
+
+    /// A team that runs its regions while it holds `turn`.
+    fn taking_turns(options: PoolOptions, turn: Arc<Mutex<()>>) -> Result<Self, KernelError> {
         let threads = options.threads.unwrap_or_else(topology::default_threads).max(1);
         let state = Arc::new(State {
             region: Signal::new(),
@@ -231,7 +243,7 @@ impl Pool {
         } else {
             Vec::new()
         };
-        let mut pool = Self { state, turn: Mutex::new(()), workers: Vec::with_capacity(threads - 1), options };
+        let mut pool = Self { state, turn, workers: Vec::with_capacity(threads - 1), options };
         for part in 1..threads {
             let state = Arc::clone(&pool.state);
             let core = (!cores.is_empty()).then(|| cores[part % cores.len()]);
@@ -250,9 +262,10 @@ impl Pool {
         Ok(pool)
     }
 
-    /// The process's pool with these options: engines that ask for the same share it and take turns.
+    /// The process's pool: engines that ask for the same options share a team, and all teams take turns.
     pub fn shared(options: PoolOptions) -> Result<Arc<Self>, KernelError> {
         static POOLS: Mutex<Vec<Weak<Pool>>> = Mutex::new(Vec::new());
+        static TURN: OnceLock<Arc<Mutex<()>>> = OnceLock::new();
         let threads = options.threads.unwrap_or_else(topology::default_threads).max(1);
         let options = PoolOptions { threads: Some(threads), ..options };
         let mut pools = locked(&POOLS);
@@ -260,7 +273,7 @@ impl Pool {
         if let Some(pool) = pools.iter().filter_map(Weak::upgrade).find(|pool| pool.options == options) {
             return Ok(pool);
         }
-        let pool = Arc::new(Self::new(options)?);
+        let pool = Arc::new(Self::taking_turns(options, Arc::clone(TURN.get_or_init(Arc::default)))?);
         pools.push(Arc::downgrade(&pool));
         Ok(pool)
     }
@@ -339,7 +352,7 @@ static NOTHING: fn(usize, usize) = |_, _| {};
 
 /// How many spins take [`SPIN`] on this machine (a pause takes 4 to 140 cycles), so that waiting reads no clock.
 fn calibrated_spins() -> u32 {
-    static CALIBRATED: std::sync::OnceLock<u32> = std::sync::OnceLock::new();
+    static CALIBRATED: OnceLock<u32> = OnceLock::new();
     *CALIBRATED.get_or_init(|| {
         const TRIAL: u32 = 2000;
         let signal = Signal::new();

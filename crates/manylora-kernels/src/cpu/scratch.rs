@@ -3,8 +3,11 @@
 //! It grows to what a call asks for and never shrinks, so that a step allocates nothing once the largest step has been
 //! seen or announced by [`crate::Backend::reserve`].
 
+use std::ops::Range;
+
 use super::memory::AlignedVec;
 use crate::backend::StorageType;
+use crate::batch::RowAdapterPlan;
 use crate::error::KernelError;
 
 /// One adapter segment of the plan that touches one part of a call.
@@ -24,6 +27,21 @@ pub(super) struct Segment {
     pub(super) b: *const u8,
     /// Where the shrink results of the first entry start; `rank` values per entry.
     pub(super) shrunk: usize,
+}
+
+impl Segment {
+    /// Which of the segment's entries (counted from its first) belong to rows `first_row..first_row + rows`.
+    #[inline]
+    pub(super) fn rows_within(&self, plan: &RowAdapterPlan, first_row: usize, rows: usize) -> Range<usize> {
+        // Entries of a segment are in row order.
+        let entries = &plan.entries()[self.first..self.first + self.count];
+        let row = |index: usize| entries[index].row as usize;
+        if self.count == 0 || (row(0) >= first_row && row(self.count - 1) < first_row + rows) {
+            return 0..self.count;
+        }
+        let first = entries.partition_point(|entry| (entry.row as usize) < first_row);
+        first..first + entries[first..].partition_point(|entry| (entry.row as usize) < first_row + rows)
+    }
 }
 
 /// Working memory of one backend.

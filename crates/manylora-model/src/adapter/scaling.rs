@@ -29,8 +29,7 @@ fn matches_plain(key: &str, module: &str) -> bool {
         return false;
     };
     let (before, tail) = module.as_bytes().split_at(start);
-    matches!(before.last(), None | Some(b'.'))
-        && key.bytes().zip(tail).all(|(key, &byte)| key == b'.' || key == byte)
+    matches!(before.last(), None | Some(b'.')) && key.bytes().zip(tail).all(|(key, &byte)| key == b'.' || key == byte)
 }
 
 /// `rank_pattern` or `alpha_pattern`.
@@ -67,11 +66,10 @@ impl<T: Copy> Pattern<T> {
                 return Err(Fault::invalid(reason).key(field));
             }
         }
-        let expressions =
-            RegexSetBuilder::new(expressions).size_limit(MAX_PATTERN_BYTES).build().map_err(|_| {
-                let reason = format!("the regular expressions of `{field}` are too large; name the modules instead");
-                Fault::invalid(reason).key(field)
-            })?;
+        let expressions = RegexSetBuilder::new(expressions).size_limit(MAX_PATTERN_BYTES).build().map_err(|_| {
+            let reason = format!("the regular expressions of `{field}` are too large; name the modules instead");
+            Fault::invalid(reason).key(field)
+        })?;
         Ok(Self { entries: compiled, expressions })
     }
 

@@ -36,11 +36,7 @@ pub fn tensors_of(file: &[u8]) -> Result<Vec<TensorEntry>, AdapterRefusal> {
 
 /// Reads and checks the header of `file`, which is `length` bytes long. Nothing beyond the header is read, and no
 /// more memory is taken than the file's own size and [`MAX_HEADER_BYTES`] allow.
-pub(super) fn read_header(
-    file: &mut (impl Read + Seek),
-    length: u64,
-    what: &str,
-) -> Result<Vec<TensorEntry>, Fault> {
+pub(super) fn read_header(file: &mut (impl Read + Seek), length: u64, what: &str) -> Result<Vec<TensorEntry>, Fault> {
     let damaged = |message: String| Fault::invalid(format!("`{what}` is damaged: {message}")).key(what);
     if length < 8 {
         return Err(damaged(format!("{length} bytes are too few for a safetensors file; copy it again")));

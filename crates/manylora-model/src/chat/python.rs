@@ -139,7 +139,7 @@ fn represent(value: &Json, out: &mut String) {
                     '\r' => out.push_str("\\r"),
                     '\t' => out.push_str("\\t"),
                     c if c == quote => out.extend(['\\', c]),
-                    c if c.is_control() => out.push_str(&format!("\\x{:02x}", c as u32)),
+                    c if c.is_control() => out.extend(format!("\\x{:02x}", c as u32).chars()),
                     c => out.push(c),
                 }
             }
@@ -293,7 +293,7 @@ impl JsonWriter {
                 '\u{c}' => out.push_str("\\f"),
                 c if (c as u32) < 0x20 || (self.ensure_ascii && !(' '..='~').contains(&c)) => {
                     for unit in c.encode_utf16(&mut [0; 2]) {
-                        out.push_str(&format!("\\u{unit:04x}"));
+                        out.extend(format!("\\u{unit:04x}").chars());
                     }
                 }
                 c => out.push(c),

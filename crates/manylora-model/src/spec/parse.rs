@@ -166,7 +166,6 @@ fn family(config: &Config<'_>) -> Result<Family, ModelError> {
 fn windows(config: &Config<'_>, family: Family, layers: usize) -> Result<Vec<Option<usize>>, ModelError> {
     const BOUNDS: std::ops::RangeInclusive<usize> = 1..=MAX_POSITIONS;
     let (window, first) = match family {
-        Family::Llama => (None, 0),
         Family::Mistral if config.keys().any(|key| key == "sliding_window") => {
             (config.optional_size("sliding_window", BOUNDS)?, 0)
         }
@@ -175,7 +174,7 @@ fn windows(config: &Config<'_>, family: Family, layers: usize) -> Result<Vec<Opt
             let window = config.optional_size("sliding_window", BOUNDS)?.unwrap_or(4096);
             (Some(window), config.optional_size("max_window_layers", 0..=MAX_POSITIONS)?.unwrap_or(28))
         }
-        Family::Qwen2 | Family::Qwen3 => (None, 0),
+        Family::Llama | Family::Qwen2 | Family::Qwen3 => (None, 0),
     };
     let Some(types) = config.texts("layer_types")? else {
         return Ok((0..layers).map(|layer| window.filter(|_| layer >= first)).collect());

@@ -1,5 +1,6 @@
 //! Reading the oracle (expected results made with PEFT) and driving a decoder without an engine.
 
+#![allow(clippy::unwrap_used, reason = "a panic is a failed test")]
 #![allow(dead_code, unreachable_pub, reason = "each test binary uses its own part of this module")]
 
 use std::path::{Path, PathBuf};

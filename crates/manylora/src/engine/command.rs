@@ -33,9 +33,20 @@ pub(crate) enum Command {
     Submit(Vec<(NewRequest, RunningSequence)>, Vec<Entry>),
     Abort(Vec<RequestId>),
     Register(Box<ReadAdapter>, Reply<AdapterInfo>),
-    Reread { registration: RegistrationId, result: Result<Reread, EngineError> },
-    Unload { name: String, mode: UnloadMode, reply: Reply<()> },
-    Pin { name: String, pinned: bool, reply: Reply<()> },
+    Reread {
+        registration: RegistrationId,
+        result: Result<Reread, EngineError>,
+    },
+    Unload {
+        name: String,
+        mode: UnloadMode,
+        reply: Reply<()>,
+    },
+    Pin {
+        name: String,
+        pinned: bool,
+        reply: Reply<()>,
+    },
     Stats(Reply<super::EngineStats>),
     ResetPrefixCache(Reply<bool>),
     Shutdown,

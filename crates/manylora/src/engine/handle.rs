@@ -93,6 +93,7 @@ impl EngineHandle {
 
     /// Reads, validates, packs and registers an adapter. When this returns, requests can name it. The same content under
     /// the same name is a no-op; other content is an error unless `replace` is set.
+    #[expect(clippy::needless_pass_by_value, reason = "callers build a source on the spot")]
     pub fn load_adapter(&self, source: AdapterSource) -> Result<AdapterInfo, EngineError> {
         let shared = &self.shared;
         if !shared.config.enable_lora {

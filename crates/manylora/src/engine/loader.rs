@@ -29,12 +29,7 @@ pub(crate) fn read(
     let packed = packer.pack(&prepared)?;
     // What it takes here, padding included: the number that the ledger charges.
     let report = Arc::new(LoadReport { bytes: packed.bytes, ..prepared.report.clone() });
-    Ok(ReadAdapter {
-        source: source.clone(),
-        version: Digest(prepared.digest),
-        report,
-        packed,
-    })
+    Ok(ReadAdapter { source: source.clone(), version: Digest(prepared.digest), report, packed })
 }
 
 /// Serves jobs until the engine thread hangs up.

@@ -264,9 +264,8 @@ fn decide_sizes(config: &EngineConfig, spec: &ModelSpec, notes: &mut Vec<String>
     };
     let context = config.max_model_len.unwrap_or(spec.max_position_embeddings);
     let whole_prompts = if config.enable_chunked_prefill { 1 } else { context };
-    let max_rows = config
-        .max_num_batched_tokens
-        .unwrap_or(DEFAULT_BATCHED_TOKENS.max(config.max_num_seqs).max(whole_prompts));
+    let max_rows =
+        config.max_num_batched_tokens.unwrap_or(DEFAULT_BATCHED_TOKENS.max(config.max_num_seqs).max(whole_prompts));
     let weights = packed_bytes(spec, dtype);
     let limits = DecoderLimits {
         max_rows,

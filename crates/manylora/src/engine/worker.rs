@@ -9,8 +9,8 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError};
 use std::time::{Duration, Instant};
 
 use manylora_core::{
-    BlockId, ControlPlane, Digest, Effect, Event, LoadedAdapter, RegistrationId, RequestId, SequenceOutcome, StepOutcome,
-    StepPlan, Time, UnloadMode,
+    BlockId, ControlPlane, Digest, Effect, Event, LoadedAdapter, RegistrationId, RequestId, SequenceOutcome,
+    StepOutcome, StepPlan, Time, UnloadMode,
 };
 use manylora_model::{PackedHandle, Runner};
 
@@ -294,9 +294,7 @@ impl Worker {
         for waiter in waiters.extract_if(.., |waiter| waiter.awaited == awaited) {
             let answer = match failure {
                 None => Ok(()),
-                Some(message) => {
-                    Err(EngineError::AdapterOperation { name: waiter.name, message: message.to_owned() })
-                }
+                Some(message) => Err(EngineError::AdapterOperation { name: waiter.name, message: message.to_owned() }),
             };
             // The caller may have given up waiting.
             let _ = waiter.reply.send(answer);

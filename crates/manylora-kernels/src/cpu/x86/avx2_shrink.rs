@@ -3,9 +3,9 @@
 #![expect(clippy::needless_range_loop, reason = "indices name registers; the loops are unrolled")]
 
 use std::arch::x86_64::{
-    __m256, _mm_add_ps, _mm_add_ss, _mm_cvtss_f32, _mm_loadu_si128, _mm_movehdup_ps, _mm_movehl_ps,
-    _mm256_castps256_ps128, _mm256_castsi256_ps, _mm256_cvtepu16_epi32, _mm256_extractf128_ps, _mm256_fmadd_ps,
-    _mm256_loadu_ps, _mm256_setzero_ps, _mm256_slli_epi32,
+    __m256, _MM_HINT_T0, _mm_add_ps, _mm_add_ss, _mm_cvtss_f32, _mm_loadu_si128, _mm_movehdup_ps, _mm_movehl_ps,
+    _mm_prefetch, _mm256_castps256_ps128, _mm256_castsi256_ps, _mm256_cvtepu16_epi32, _mm256_extractf128_ps,
+    _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_setzero_ps, _mm256_slli_epi32,
 };
 
 use crate::cpu::kernels::{ShrinkJob, ShrinkRow, block_rows};
@@ -99,7 +99,10 @@ unsafe fn block<const BF16: bool, const ROWS: usize, const RANKS: usize>(
         while k < whole {
             let mut factors = [_mm256_setzero_ps(); RANKS];
             for index in 0..RANKS {
-                factors[index] = load::<BF16>(a[index].add(k * element));
+                let address = a[index].wrapping_add(k * element);
+                factors[index] = load::<BF16>(address);
+                // The same place of the next block of ranks: its rows are too short for the processor to foresee.
+                _mm_prefetch::<_MM_HINT_T0>(address.wrapping_add(RANKS * job.inputs * element).cast());
             }
             for row in 0..ROWS {
                 let x = _mm256_loadu_ps(rows[row].input.add(k));
