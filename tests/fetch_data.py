@@ -39,6 +39,7 @@ def main() -> None:
         fetch_vocabs(cache, vocabs)
     print(f"MANYLORA_SMOLLM2={quoted(model)}")
     print(f"MANYLORA_VOCABS={quoted(vocabs)}")
+    print(f"MANYLORA_TEMPLATES={quoted(vocabs / 'templates')}")
 
 
 def cache_dir() -> Path:

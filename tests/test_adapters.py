@@ -230,11 +230,18 @@ def test_a_47_the_base_decides_template_and_end_tokens(llm: LLM, make_adapter: M
     assert llm.load_report("own")["version"] == llm.load_report("alpha")["version"]
 
 
-def test_one_id_under_two_names_is_removed_with_both(llm: LLM) -> None:
-    for name in ("x", "y"):
-        assert llm.llm_engine.add_lora(LoRARequest(name, 1, adapter_path("alpha")))
+def test_an_id_leads_to_the_name_it_was_given_last(llm: LLM) -> None:
+    first, second = (LoRARequest(name, 1, adapter_path("alpha")) for name in ("x", "y"))
+    for request in (first, second):
+        assert llm.llm_engine.add_lora(request)
     assert llm.llm_engine.list_loras() == {1}
     assert llm.llm_engine.remove_lora(1)
+    assert llm.llm_engine.list_loras() == set()
+    # The other name is still there, and has the id again when a request brings it.
+    assert tokens(llm, first) == tokens(llm, second)
+    for request in (first, second):
+        llm.llm_engine.add_lora(request)
+        assert llm.llm_engine.remove_lora(1)
     assert llm.llm_engine.list_loras() == set()
     assert llm.llm_engine.stats()["adapter_bytes"] == 0
 

@@ -23,7 +23,7 @@ TOOLS = [
         "type": "function",
         "function": {
             "name": "get_weather",
-            "description": "Weather at a place <now> & later, it's \"exact\"",
+            "description": 'Weather at a place <now> & later, it\'s "exact"',
             "parameters": {
                 "type": "object",
                 "properties": {"city": {"type": "string"}, "days": {"type": "integer", "default": 3}},
@@ -32,7 +32,11 @@ TOOLS = [
         },
     }
 ]
-CALL = {"type": "function", "id": "call00001", "function": {"name": "get_weather", "arguments": {"city": "Wien ä", "hot": True, "by": 0.5}}}
+CALL = {
+    "type": "function",
+    "id": "call00001",
+    "function": {"name": "get_weather", "arguments": {"city": "Wien ä", "hot": True, "by": 0.5}},
+}
 CONVERSATIONS = {
     "short": {"messages": [{"role": "user", "content": "Wie heißt die Hauptstadt? 🙂"}]},
     "system": {
@@ -52,7 +56,7 @@ CONVERSATIONS = {
             {"role": "system", "content": "Use tools."},
             {"role": "user", "content": "Weather in Vienna?"},
             {"role": "assistant", "content": "", "tool_calls": [CALL]},
-            {"role": "tool", "tool_call_id": "call00001", "name": "get_weather", "content": "{\"degrees\": 21}"},
+            {"role": "tool", "tool_call_id": "call00001", "name": "get_weather", "content": '{"degrees": 21}'},
         ],
         "tools": TOOLS,
     },
