@@ -53,8 +53,8 @@ $(STAMPS)/data: $(STAMPS)/tools
 	$(BIN)/python tests/fetch_data.py > $@.tmp && mv $@.tmp $@
 
 test-rust: $(STAMPS)/data
-	set -a && . ./$(STAMPS)/data && $(CARGO) test --release --workspace --exclude manylora-py --locked
-	$(CARGO) bench --workspace --exclude manylora-py --locked --no-run
+	set -a && . ./$(STAMPS)/data && $(CARGO) test --release --workspace --locked
+	$(CARGO) bench --workspace --locked --no-run
 
 docs: $(STAMPS)/venv
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --release --workspace --no-deps --locked
