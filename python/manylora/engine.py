@@ -39,6 +39,8 @@ class LLMEngine:
         self.core = core
         # What the caller called it -> where it was found; a hub id is looked up once.
         self._paths: dict[str, str] = {}
+        # (adapter, path) -> the version that was found there when it was named under this adapter.
+        self._same_content: dict[tuple[str, str], str] = {}
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter now.
@@ -126,13 +128,15 @@ class LLMEngine:
         if not lora_request.load_inplace:
             path = self._path(lora_request.lora_path)
             for record in self.core.list_adapters():
-                if (
-                    record.name == lora_request.lora_name
-                    and record.path == path
-                    and lora_request.lora_int_id in record.int_ids
-                ):
+                if record.name != lora_request.lora_name or lora_request.lora_int_id not in record.int_ids:
+                    continue
+                if record.path == path or self._same_content.get((record.name, path)) == record.version:
                     return record.name
         self.add_lora(lora_request)
+        for record in self.core.list_adapters():
+            if record.name == lora_request.lora_name:
+                # Another path with the same content is read once, not at every call.
+                self._same_content[record.name, self._path(lora_request.lora_path)] = record.version
         return lora_request.lora_name
 
     def stats(self) -> dict[str, Any]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from manylora.outputs import RequestOutput
 
 
 class ManyLoRAError(Exception):
@@ -56,7 +59,16 @@ class AdapterConflictError(AdapterError, ValueError):
 
 
 class RequestError(ManyLoRAError):
-    """A request was accepted and could not be finished."""
+    """Requests were accepted and could not be finished; the others of the call were.
+
+    Attributes:
+        outputs: the outputs of the call in input order, None for those that failed.
+
+    """
+
+    def __init__(self, message: str, outputs: list[RequestOutput | None] | None = None):
+        super().__init__(message)
+        self.outputs = outputs or []
 
 
 class ModelError(ManyLoRAError):

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from manylora import _core
 from manylora.engine import LLMEngine, Request
 from manylora.engine_args import Settings
-from manylora.exceptions import ValidationError
+from manylora.exceptions import RequestError, ValidationError
 from manylora.lora.request import LoRARequest
 from manylora.outputs import RequestOutput
 from manylora.pending import Pending, collect, output
@@ -253,10 +253,15 @@ class LLM:
         names = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"]
         values = {name: generation[name] for name in names if generation.get(name) is not None}
         if generation.get("do_sample") is False:
-            values = {"temperature": 0.0}
+            penalty = values.get("repetition_penalty", 1.0)
+            values = {"temperature": 0.0, "repetition_penalty": penalty}
         if generation.get("max_new_tokens") is not None:
             values["max_tokens"] = generation["max_new_tokens"]
-        return SamplingParams(**values)
+        try:
+            return SamplingParams(**values)
+        except ValidationError as error:
+            logger.warning("generation_config.json is ignored for sampling defaults: %s", error)
+            return SamplingParams()
 
     def get_tokenizer(self) -> Tokenizer:
         """Return the model's tokenizer."""
@@ -401,13 +406,20 @@ class LLM:
         try:
             with _progress(use_tqdm, len(pending)) as bar:
                 for item, samples in collect(pending):
-                    outputs[item.request_id] = output(self._core, item, samples)
+                    if item.error is None:
+                        outputs[item.request_id] = output(self._core, item, samples)
                     bar.update(1)
         except BaseException:
-            # Ctrl-C, or a request that failed: the others of the call must not run on unseen.
+            # Ctrl-C, or the engine stopped: the requests of the call must not run on unseen.
             for item in pending:
                 item.stream.abort()
             raise
+        failed = [item for item in pending if item.error is not None]
+        if failed:
+            raise RequestError(
+                f"{len(failed)} of {len(pending)} requests failed; the first: {failed[0].error}",
+                [outputs.get(item.request_id) for item in pending],
+            )
         return [outputs[item.request_id] for item in pending]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from manylora import _core
+from manylora.exceptions import RequestError
 from manylora.lora.request import LoRARequest
 from manylora.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
@@ -27,13 +28,13 @@ class Pending:
     samples: int
     lora_request: LoRARequest | None
     arrival_time: float = field(default_factory=time.time)
+    error: RequestError | None = None
 
 
 def collect(pending: list[Pending]) -> Iterator[tuple[Pending, list[_core.Delta]]]:
-    """Yield each request with its samples when it has finished.
+    """Yield each request with its samples when it has finished, or with its `error` set when it could not be.
 
     Raises:
-        RequestError: a request could not be finished.
         EngineStoppedError: the engine was closed.
 
     """
@@ -59,6 +60,10 @@ def _read(item: Pending, samples: list[_core.Delta], patience: float) -> bool:
             delta = item.stream.next(patience)
         except TimeoutError:
             return False
+        except RequestError as error:
+            # It fails alone: the other requests of the call go on.
+            item.error = error
+            return True
         if delta is None:
             return True
         samples.append(delta)
