@@ -1,6 +1,10 @@
 //! `config.json`: every spelling that is understood, and an error that names the value for every one that is not.
 
-#![allow(clippy::needless_pass_by_value, clippy::unwrap_used, reason = "a test: literals are passed, a panic is a failure")]
+#![allow(
+    clippy::needless_pass_by_value,
+    clippy::unwrap_used,
+    reason = "a test: literals are passed, a panic is a failure"
+)]
 
 use std::path::Path;
 
