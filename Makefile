@@ -42,6 +42,7 @@ test: lint test-rust docs test-python fuzz
 
 lint: $(STAMPS)/tools
 	$(CARGO) fmt --all --check
+	$(CARGO) fmt --check --manifest-path fuzz/Cargo.toml
 	$(CARGO) clippy --release --workspace --all-targets --locked -- -D warnings
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .

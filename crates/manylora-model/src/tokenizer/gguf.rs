@@ -65,6 +65,10 @@ pub(super) fn build(metadata: &GgufTokenizer) -> Result<Tokenizer, ModelError> {
     Ok(Tokenizer::assemble(pipeline, text, named))
 }
 
+/// Longest token, in bytes. Real ones end near 1000 (runs of spaces); every split of a token is looked at, so that a
+/// longer one would take the square of its length.
+const LONGEST_TOKEN: usize = 4096;
+
 /// Everything below indexes by these ids.
 fn check(metadata: &GgufTokenizer) -> Result<(), ModelError> {
     let count = metadata.tokens.len();
@@ -85,6 +89,12 @@ fn check(metadata: &GgufTokenizer) -> Result<(), ModelError> {
                 "tokenizer.ggml.{key} is `{id}` and the GGUF file has {count} tokens"
             )));
         }
+    }
+    if let Some((id, token)) = metadata.tokens.iter().enumerate().find(|(_, token)| token.len() > LONGEST_TOKEN) {
+        return Err(ModelError::Tokenizer(format!(
+            "token `{id}` of the GGUF file has {} bytes, and at most {LONGEST_TOKEN} are understood; it is damaged",
+            token.len()
+        )));
     }
     Ok(())
 }

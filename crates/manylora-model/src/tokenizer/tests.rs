@@ -115,6 +115,9 @@ fn what_cannot_be_read_is_refused_by_name() {
     assert!(refused(GgufTokenizer { eos: Some(70_000), ..tiny_bpe() }).contains("70000"));
     assert!(refused(GgufTokenizer { merges: vec!["h q".to_owned()], ..tiny_bpe() }).contains("`h q`"));
     assert!(refused(GgufTokenizer { tokens: Vec::new(), ..tiny_bpe() }).contains("no tokens"));
+    let mut long = tiny_sentence_piece();
+    long.tokens[0] = "x".repeat(1 << 20);
+    assert!(refused(long).contains("1048576 bytes"));
     let folder = tempfile::tempdir().unwrap();
     let in_folder = |content: &str| {
         std::fs::write(folder.path().join("tokenizer.json"), content).unwrap();
