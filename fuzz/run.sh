@@ -12,6 +12,7 @@ export RAYON_NUM_THREADS=1 MALLOC_ARENA_MAX=1
 readonly ADDRESS_SPACE_KIB=$((1 << 20))
 
 started=$SECONDS
+cargo metadata --locked --format-version 1 >/dev/null
 cargo fuzz build --sanitizer none 2>build.log || { cat build.log >&2; exit 1; }
 rm -f build.log
 echo "fuzz targets built in $((SECONDS - started)) s"

@@ -17,6 +17,8 @@ from manylora.cli import demo
 
 MODEL = os.environ.get("MANYLORA_SMOLLM2", "")
 # `make test` fetches the model and sets the variable.
+if not MODEL and os.environ.get("MANYLORA_REQUIRE_DATA"):
+    pytest.fail("MANYLORA_SMOLLM2 is not set", pytrace=False)
 pytestmark = pytest.mark.skipif(not MODEL, reason="MANYLORA_SMOLLM2 is not set")
 
 EXPECTED = json.loads((ORACLE / "smollm2" / "expected.json").read_text())

@@ -35,6 +35,7 @@ class Engine:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         kwargs: str | None = None,
+        content_format: str = "auto",
     ) -> str: ...
 
 @final

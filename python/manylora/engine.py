@@ -78,6 +78,7 @@ class LLMEngine:
             with contextlib.suppress(UnknownAdapterError):
                 self.core.unload_adapter(record.name, "drain")
                 removed = True
+            self._same_content = {key: version for key, version in self._same_content.items() if key[0] != record.name}
         return removed
 
     def list_loras(self) -> set[int]:
@@ -150,8 +151,10 @@ class LLMEngine:
 
     def _path(self, path: str) -> str:
         if path not in self._paths:
-            found = hub.resolve(path, hub.ADAPTER_FILES, what="adapter", token=self.settings.hf_token)
-            if not found.exists():
+            local = hub.local_path(path)
+            found = local or hub.resolve(path, hub.ADAPTER_FILES, what="adapter", token=self.settings.hf_token)
+            if local is not None or not found.exists():
+                # Local paths are looked at every time: the working folder and what lies there can change.
                 return str(found)
             self._paths[path] = str(found)
         return self._paths[path]

@@ -144,7 +144,7 @@ class LLM:
             lora_request: as in `generate`.
             priority: as in `generate`.
             chat_template: template text that replaces the model's for this call.
-            chat_template_content_format: only `auto`, `string` and `openai` are known; the template decides.
+            chat_template_content_format: `string` gives templates text, `openai` lists of parts, `auto` what they take.
             add_generation_prompt: whether the prompt ends with the start of the assistant's turn.
             continue_final_message: whether the last message is to be continued.
             tools: function definitions, passed to the template.
@@ -356,6 +356,7 @@ class LLM:
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     kwargs=as_json("chat_template_kwargs", dict(chat_template_kwargs or {})),
+                    content_format=chat_template_content_format,
                 )
             )
             for conversation in conversations

@@ -38,10 +38,18 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
     return [listed] if listed and all(isinstance(item, Integral) for item in listed) else listed
 
 
+def _text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValidationError(f"the prompt is not valid text: {error.reason} at character {error.start}") from None
+    return text
+
+
 def parse(prompt: Any) -> ParsedPrompt:
     """Return a prompt of any form in the one form."""
     if isinstance(prompt, str):
-        return ParsedPrompt(prompt)
+        return ParsedPrompt(_text(prompt))
     if isinstance(prompt, Mapping):
         for key, value in prompt.items():
             # Empty values of keys that other kinds of models need are usual.

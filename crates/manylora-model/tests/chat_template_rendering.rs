@@ -47,6 +47,7 @@ const KNOWN: [(&str, &str); 1] = [("meetkai-functionary-medium-v3.1", "tools")];
 #[test]
 fn published_templates_render_as_in_python() {
     let Some(folder) = std::env::var_os("MANYLORA_TEMPLATES").map(PathBuf::from) else {
+        assert!(std::env::var_os("MANYLORA_REQUIRE_DATA").is_none(), "MANYLORA_TEMPLATES is not set");
         eprintln!("MANYLORA_TEMPLATES is not set: the published templates are not checked");
         return;
     };

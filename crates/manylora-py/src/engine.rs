@@ -8,7 +8,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use manylora::engine::LoadProgress;
-use manylora::model::chat::RenderOptions;
+use manylora::model::chat::{ContentFormat, RenderOptions};
 use manylora::{AdapterSource, EngineError, RequestStream, UnloadMode};
 use pyo3::prelude::*;
 
@@ -133,13 +133,13 @@ impl Engine {
     /// Text to token ids.
     fn encode(&self, py: Python<'_>, text: &str, add_special_tokens: bool) -> PyResult<Vec<u32>> {
         let tokenizer = self.handle.tokenizer().into_python(py)?;
-        tokenizer.encode(text, add_special_tokens).map_err(EngineError::from).into_python(py)
+        py.detach(|| tokenizer.encode(text, add_special_tokens)).map_err(EngineError::from).into_python(py)
     }
 
     /// Token ids to text.
     fn decode(&self, py: Python<'_>, token_ids: Vec<u32>, skip_special_tokens: bool) -> PyResult<String> {
         let tokenizer = self.handle.tokenizer().into_python(py)?;
-        tokenizer.decode(&token_ids, skip_special_tokens, true).map_err(EngineError::from).into_python(py)
+        py.detach(|| tokenizer.decode(&token_ids, skip_special_tokens, true)).map_err(EngineError::from).into_python(py)
     }
 
     /// Text of single tokens, for logprobs; None without a tokenizer.
@@ -159,7 +159,7 @@ impl Engine {
     }
 
     /// Renders messages (JSON) with the model's template, or with `template`.
-    #[pyo3(signature = (messages, *, tools=None, template=None, add_generation_prompt=true, continue_final_message=false, kwargs=None))]
+    #[pyo3(signature = (messages, *, tools=None, template=None, add_generation_prompt=true, continue_final_message=false, kwargs=None, content_format="auto"))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of vLLM's chat")]
     fn render_chat(
         &self,
@@ -170,7 +170,17 @@ impl Engine {
         add_generation_prompt: bool,
         continue_final_message: bool,
         kwargs: Option<&str>,
+        content_format: &str,
     ) -> PyResult<String> {
+        let content_format = match content_format {
+            "auto" => ContentFormat::Auto,
+            "string" => ContentFormat::String,
+            "openai" => ContentFormat::Parts,
+            other => {
+                let message = format!("content_format must be auto, string or openai, got `{other}`");
+                return Err(to_python(py, &invalid(message)));
+            }
+        };
         let parse = |name: &str, text: &str| {
             serde_json::from_str::<serde_json::Value>(text)
                 .map_err(|error| to_python(py, &invalid(format!("{name} is not JSON: {error}"))))
@@ -181,8 +191,14 @@ impl Engine {
             Some(serde_json::Value::Object(map)) => map,
             _ => serde_json::Map::new(),
         };
-        let options =
-            RenderOptions { tools, add_generation_prompt, continue_final_message, kwargs, ..RenderOptions::default() };
+        let options = RenderOptions {
+            tools,
+            add_generation_prompt,
+            continue_final_message,
+            kwargs,
+            content_format,
+            ..RenderOptions::default()
+        };
         py.detach(|| self.handle.render_chat(&messages, template, &options)).into_python(py)
     }
 }

@@ -144,3 +144,27 @@ fn a_failed_engine_thread_is_an_error_not_a_hang() {
     let error = handle.submit(GenerateRequest::tokens([5])).expect_err("stopped");
     assert!(matches!(error, EngineError::Stopped(_)));
 }
+
+/// `dtype=float16` computes in f32, and refuses a base that float16 could not hold.
+#[test]
+fn float16_refuses_values_beyond_its_range() {
+    let oracle = Oracle::open("llama");
+    let folder = tempfile::tempdir().expect("a folder");
+    for file in ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"] {
+        std::fs::copy(oracle.base_folder().join(file), folder.path().join(file)).expect("a copy");
+    }
+    let start = || {
+        let mut config = EngineConfig::new(folder.path());
+        config.dtype = DType::Float16;
+        config.kv_cache_memory_bytes = Some(4 << 20);
+        Engine::start(config)
+    };
+    start().expect("ordinary values are in range");
+    let weights = folder.path().join("model.safetensors");
+    let mut bytes = std::fs::read(&weights).expect("read");
+    let last = bytes.len() - 4;
+    bytes[last..].copy_from_slice(&70_000_f32.to_le_bytes());
+    std::fs::write(&weights, bytes).expect("written");
+    let error = start().expect_err("70000 is beyond float16").to_string();
+    assert!(error.contains("70000") && error.contains("float16"), "{error}");
+}

@@ -49,10 +49,18 @@ def find(path: str | None) -> str:
                 raise ModelNotFoundError(f"`{given}` ({origin}) was not found")
             return str(Path(given).expanduser())
     cached = cache_dir() / FILE
-    # Only complete files get this name; the size guards against what others did to it.
-    if not cached.is_file() or cached.stat().st_size != FILE_BYTES:
+    # Only complete files get this name; the digest guards against what others did to it.
+    if not cached.is_file() or _sha256(cached) != FILE_SHA256:
         fetch(cached)
     return str(cached)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def fetch(target: Path) -> None:

@@ -15,7 +15,7 @@ pub mod safetensors;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use manylora_kernels::RowSource;
+use manylora_kernels::{KernelError, RowSource};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
@@ -151,6 +151,38 @@ pub struct Checkpoint {
     pub quantization: Option<QuantizationNote>,
     store: Box<dyn TensorStore>,
     digest: OnceLock<[u8; 32]>,
+    fp16_range: bool,
+}
+
+/// Largest finite value of float16.
+const FP16_MAX: f32 = 65504.0;
+
+/// A matrix that is refused where a value is beyond float16's range.
+struct WithinFp16<'a> {
+    name: String,
+    source: Box<dyn RowSource + 'a>,
+}
+
+impl RowSource for WithinFp16<'_> {
+    fn rows(&self) -> usize {
+        self.source.rows()
+    }
+
+    fn columns(&self) -> usize {
+        self.source.columns()
+    }
+
+    fn read(&self, first: usize, out: &mut [f32]) -> Result<(), KernelError> {
+        self.source.read(first, out)?;
+        within_fp16(&self.name, out)
+    }
+}
+
+fn within_fp16(name: &str, values: &[f32]) -> Result<(), KernelError> {
+    match values.iter().find(|value| value.abs() > FP16_MAX) {
+        None => Ok(()),
+        Some(&value) => Err(KernelError::Overflow { what: format!("tensor `{name}`"), value, dtype: "float16" }),
+    }
 }
 
 impl std::fmt::Debug for Checkpoint {
@@ -194,7 +226,15 @@ impl Checkpoint {
             quantization,
             store,
             digest: OnceLock::new(),
+            fp16_range: false,
         })
+    }
+
+    /// Refuses values beyond float16's range when tensors are read (`dtype="float16"`).
+    #[must_use]
+    pub fn within_fp16_range(mut self) -> Self {
+        self.fp16_range = true;
+        self
     }
 
     /// Whether there is a tensor of this (Hugging Face) name.
@@ -204,12 +244,17 @@ impl Checkpoint {
 
     /// Rows of a matrix, read as f32.
     pub fn matrix(&self, name: &str) -> Result<Box<dyn RowSource + '_>, ModelError> {
-        self.store.matrix(name)
+        let source = self.store.matrix(name)?;
+        Ok(if self.fp16_range { Box::new(WithinFp16 { name: name.to_owned(), source }) } else { source })
     }
 
     /// A vector, read as f32.
     pub fn vector(&self, name: &str) -> Result<Vec<f32>, ModelError> {
-        self.store.vector(name)
+        let values = self.store.vector(name)?;
+        if self.fp16_range {
+            within_fp16(name, &values)?;
+        }
+        Ok(values)
     }
 
     /// Tells the system that the pages of a tensor are not needed in this process's memory for now.

@@ -67,6 +67,9 @@ const DEFAULT_BATCHED_TOKENS: usize = 2048;
 /// Counts beyond this are mistakes, and would overflow the arithmetic of bytes.
 const LARGEST_COUNT: usize = 1 << 24;
 
+/// More threads than any machine has cores for are a mistake, and would exhaust the user's limit on threads.
+const MOST_THREADS: usize = 1024;
+
 struct Sizes {
     max_rows: usize,
     dtype: StorageType,
@@ -96,6 +99,7 @@ pub(crate) struct Assembled {
 pub(crate) fn assemble(config: EngineConfig, progress: &mut dyn FnMut(LoadProgress)) -> Result<Assembled, EngineError> {
     check_limits(&config)?;
     let checkpoint = Checkpoint::open(&config.model)?;
+    let checkpoint = if config.dtype == DType::Float16 { checkpoint.within_fp16_range() } else { checkpoint };
     let spec = checkpoint.spec.clone();
     let mut notes = Vec::new();
     let tokenizer = open_tokenizer(&config, &checkpoint)?;
@@ -197,6 +201,12 @@ fn check_limits(config: &EngineConfig) -> Result<(), EngineError> {
                 "{name} must be between 1 and {LARGEST_COUNT}, got `{value}`"
             )));
         }
+    }
+    if config.num_threads.is_some_and(|threads| threads > MOST_THREADS) {
+        return Err(EngineError::InvalidArgument(format!(
+            "num_threads must be at most {MOST_THREADS}, got `{}`",
+            config.num_threads.unwrap_or_default()
+        )));
     }
     if config.block_size > 1024 {
         return Err(EngineError::InvalidArgument(format!(
