@@ -127,6 +127,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let limits = Limits::measure(&backend, budget)?;
     let mut config = EngineConfig::new(&model);
     config.skip_tokenizer_init = true;
+    // Long and short runs have the same prompts: what one computed must not be found by the other.
+    config.enable_prefix_caching = false;
     config.dtype = DType::BFloat16;
     config.max_num_batched_tokens = Some(4096);
     config.kv_cache_memory_bytes = Some(1 << 30);
