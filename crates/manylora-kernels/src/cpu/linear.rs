@@ -1,9 +1,10 @@
 //! The driver of `linear`: up to four maps of one input, base and adapters in one pass.
 //!
 //! A call is one parallel region over the panels of all its parts; with adapters, a first region computes the shrink of
-//! all entries for all parts. A thread draws a run of panels, takes a panel, runs all rows through it into a tile in the first-level cache,
-//! lets each adapter's B continue the very accumulators (`expand`, in the plan's order), adds the bias and writes the
-//! result. Each (row, output) is one chain of additions in a fixed order, so it does not depend on the other rows.
+//! all entries for all parts. A thread draws a run of panels, takes a panel, runs all rows through it into a tile in the
+//! first-level cache, lets each adapter's B continue the very accumulators (`expand`, in the plan's order), adds the bias
+//! and writes the result. Each (row, output) is one chain of additions in a fixed order, so it does not depend on the
+//! other rows.
 #![expect(unsafe_code, reason = "threads write disjoint columns of shared outputs")]
 
 use std::ops::Range;
