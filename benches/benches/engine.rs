@@ -1,23 +1,28 @@
-//! Decode and prefill of a 0.5B-shaped bf16 model as fractions of what the machine can do, measured in the same run.
-//!
-//! A decode figure is `rows * (n - 1) / (t(n tokens) - t(1 token))`: prefill and start-up cancel out. The roofline of
-//! a step is the longer of its bytes at the measured bandwidth and its arithmetic at the measured peak.
+//! Decode and prefill of a 0.5B-shaped bf16 model as fractions of what the machine can do, measured around each case, and
+//! what adapters, idle adapters and a busy neighbour cost, measured in turns with the case they are compared with.
 //!
 //! `cargo bench --bench engine -- [--json FILE] [--tokens N] [--rounds N] [--threads N]`
 
 use std::error::Error;
-use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::time::{Duration, Instant};
+use std::process::{Child, Command};
+use std::time::Duration;
 
-use manylora::{AdapterSource, DType, Engine, EngineConfig, GenerateRequest, SamplingParams};
+use manylora::{AdapterSource, DType, Engine, EngineConfig, EngineError, UnloadMode};
+use manylora_benches::decode::{Batch, Turns, interval_of_median, median};
 use manylora_benches::roofline::{Limits, Work};
 use manylora_benches::synthetic::{self, Shape};
 use manylora_kernels::cpu::{CpuBackend, CpuOptions};
+use serde_json::{Value, json};
 
-const PROMPT: usize = 64;
+const PROMPT: usize = 16;
 const RANK: usize = 16;
+const ADAPTERS: u64 = 8;
+const SHAPE: Shape = Shape::HALF_BILLION;
+/// New tokens of the runs that show what idle adapters cost.
+const IDLE_TOKENS: usize = 8;
+/// Time for each measurement of the machine's limits.
+const LIMIT_TIME: Duration = Duration::from_millis(300);
 
 struct Options {
     json: Option<PathBuf>,
@@ -28,7 +33,7 @@ struct Options {
 
 impl Options {
     fn parse() -> Result<Self, Box<dyn Error>> {
-        let mut options = Self { json: None, tokens: 32, rounds: 3, threads: None };
+        let mut options = Self { json: None, tokens: 24, rounds: 5, threads: None };
         let mut arguments = std::env::args().skip(1);
         while let Some(argument) = arguments.next() {
             let mut value = || arguments.next().ok_or(format!("`{argument}` needs a value"));
@@ -42,72 +47,104 @@ impl Options {
                 other => return Err(format!("unknown argument `{other}`").into()),
             }
         }
+        if options.tokens < 2 || options.rounds < 1 {
+            return Err("a decode step needs `--tokens` of 2 or more, and a median one round at least".into());
+        }
         Ok(options)
     }
 }
 
+/// Another process that keeps a core busy whenever it is told to.
+struct Neighbour(Child);
+
+impl Neighbour {
+    fn start() -> Result<Self, Box<dyn Error>> {
+        let neighbour = Self(Command::new("sh").args(["-c", "while :; do :; done"]).spawn()?);
+        neighbour.signal("STOP")?;
+        Ok(neighbour)
+    }
+
+    fn signal(&self, signal: &str) -> Result<(), Box<dyn Error>> {
+        let done = Command::new("kill").args([&format!("-{signal}"), &self.0.id().to_string()]).status()?;
+        if done.success() { Ok(()) } else { Err(format!("`kill -{signal}` failed").into()) }
+    }
+
+    fn during<T>(&self, what: impl FnOnce() -> T) -> T {
+        self.signal("CONT").expect("the neighbour is ours");
+        // The scheduler needs a moment to see that there is one more.
+        std::thread::sleep(Duration::from_millis(50));
+        let result = what();
+        self.signal("STOP").expect("the neighbour is ours");
+        result
+    }
+}
+
+impl Drop for Neighbour {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
 struct Bench {
-    engine: Engine,
+    backend: CpuBackend,
     options: Options,
-    lines: Vec<serde_json::Value>,
+    cases: Vec<Value>,
+    comparisons: Vec<Value>,
 }
 
 impl Bench {
-    /// Seconds to run `rows` prompts of `length` tokens to `tokens` new ones; the best of the rounds.
-    fn seconds(&self, rows: usize, length: usize, tokens: usize, adapter: &dyn Fn(usize) -> Option<String>) -> f64 {
-        let once = |round: usize| {
-            let requests = (0..rows)
-                .map(|row| {
-                    // Prompts differ from each other and from round to round, so that no prefix is found in the cache.
-                    let prompt: Vec<u32> = (0..length)
-                        .map(|at| ((at * 131 + row * 7919 + round * 104_729) % 150_000) as u32 + 1)
-                        .collect();
-                    let params = SamplingParams {
-                        temperature: 0.0,
-                        max_tokens: Some(tokens),
-                        ignore_eos: true,
-                        detokenize: false,
-                        ..SamplingParams::default()
-                    };
-                    let request = GenerateRequest::tokens(prompt).params(params);
-                    match adapter(row) {
-                        Some(name) => request.adapter(name),
-                        None => request,
-                    }
-                })
-                .collect();
-            let start = Instant::now();
-            let streams = self.engine.submit_all(requests, false).expect("the requests are good");
-            for mut stream in streams {
-                stream.collect_all().expect("the request finishes");
-            }
-            start.elapsed().as_secs_f64()
-        };
-        (0..self.options.rounds).map(once).fold(f64::INFINITY, f64::min)
+    fn engine(&self, enable_lora: bool, threads: Option<usize>) -> Result<Engine, Box<dyn Error>> {
+        let mut config = EngineConfig::new(folder().join("half-billion"));
+        config.skip_tokenizer_init = true;
+        // Long and short runs have the same prompts: what one computed must not be found by the other.
+        config.enable_prefix_caching = false;
+        config.dtype = DType::BFloat16;
+        config.max_num_batched_tokens = Some(4096);
+        config.kv_cache_memory_bytes = Some(1 << 29);
+        config.num_threads = threads;
+        config.enable_lora = enable_lora;
+        Ok(Engine::start(config)?)
     }
 
-    fn decode(
+    /// A figure as a fraction of the roofline: both are measured in turns.
+    #[expect(clippy::print_stdout, reason = "a bench prints its results")]
+    fn fraction(
         &mut self,
-        limits: &Limits,
         what: &str,
-        rows: usize,
-        adapters: usize,
-        adapter: &dyn Fn(usize) -> Option<String>,
-    ) -> f64 {
-        let tokens = self.options.tokens;
-        let long = self.seconds(rows, PROMPT, tokens, adapter);
-        let short = self.seconds(rows, PROMPT, 1, adapter);
-        let step = (long - short) / (tokens - 1) as f64;
-        let work = Work::decode(&Shape::HALF_BILLION, rows, PROMPT + tokens / 2, adapters, RANK);
-        self.line(what, rows as f64 / step, limits.floor(work) / step);
-        step
+        units: usize,
+        work: Work,
+        seconds: &dyn Fn(usize) -> f64,
+    ) -> Result<(), Box<dyn Error>> {
+        let mut fractions = Vec::new();
+        let mut rates = Vec::new();
+        let mut before = Limits::measure(&self.backend, LIMIT_TIME)?;
+        let mut bandwidth = Vec::new();
+        for round in 0..self.options.rounds {
+            let taken = seconds(round);
+            let after = Limits::measure(&self.backend, LIMIT_TIME)?;
+            let floor = f64::midpoint(before.floor(work), after.floor(work));
+            fractions.push(floor / taken);
+            rates.push(units as f64 / taken);
+            bandwidth.push(after.bandwidth / 1e9);
+            before = after;
+        }
+        let (rate, fraction) = (median(&rates), median(&fractions));
+        println!("{what:<44} {rate:>9.1} tok/s   {fraction:>5.2} of the roofline");
+        self.cases.push(json!({
+            "case": what, "tokens_per_second": rate, "fraction_of_roofline": fraction, "fractions": fractions,
+            "read_gb_per_second": bandwidth,
+        }));
+        Ok(())
     }
 
     #[expect(clippy::print_stdout, reason = "a bench prints its results")]
-    fn line(&mut self, what: &str, rate: f64, fraction: f64) {
-        println!("{what:<44} {rate:>9.1} tok/s   {fraction:>5.2} of the roofline");
-        self.lines
-            .push(serde_json::json!({ "case": what, "tokens_per_second": rate, "fraction_of_roofline": fraction }));
+    fn compare(&mut self, what: &str, turns: &Turns, way: usize, reference: usize) {
+        let ratios = turns.ratios(way, reference);
+        let ratio = turns.ratio(way, reference);
+        let (low, high) = interval_of_median(&ratios);
+        println!("{what:<70} x{ratio:.3}   ({low:.3} to {high:.3})");
+        self.comparisons.push(json!({ "what": what, "time_ratio": ratio, "interval": [low, high], "ratios": ratios }));
     }
 }
 
@@ -115,71 +152,115 @@ fn folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/bench-models")
 }
 
+fn adapter_folder(index: u64) -> PathBuf {
+    folder().join(format!("adapter-{index}-r{RANK}"))
+}
+
+/// Loads all adapters, or unloads all.
+fn set_loaded(engine: &Engine, loaded: bool) -> Result<(), EngineError> {
+    for index in 0..ADAPTERS {
+        let name = format!("adapter-{index}");
+        let is_loaded = engine.adapter(&name).is_ok();
+        if loaded && !is_loaded {
+            engine.load_adapter(AdapterSource::directory(name, adapter_folder(index)))?;
+        } else if !loaded && is_loaded {
+            engine.unload_adapter(&name, UnloadMode::Drain)?;
+        }
+    }
+    Ok(())
+}
+
 #[expect(clippy::print_stdout, reason = "a bench prints its results")]
 fn main() -> Result<(), Box<dyn Error>> {
     let options = Options::parse()?;
-    let shape = Shape::HALF_BILLION;
     let model = folder().join("half-billion");
     println!("writing random weights to {} if they are not there", model.display());
-    synthetic::model(&model, &shape)?;
+    synthetic::model(&model, &SHAPE)?;
     let backend = CpuBackend::new(CpuOptions { num_threads: options.threads, ..CpuOptions::default() })?;
-    let budget = Duration::from_secs(1);
-    let limits = Limits::measure(&backend, budget)?;
-    let mut config = EngineConfig::new(&model);
-    config.skip_tokenizer_init = true;
-    // Long and short runs have the same prompts: what one computed must not be found by the other.
-    config.enable_prefix_caching = false;
-    config.dtype = DType::BFloat16;
-    config.max_num_batched_tokens = Some(4096);
-    config.kv_cache_memory_bytes = Some(1 << 30);
-    config.num_threads = options.threads;
-    let engine = Engine::start(config)?;
-    let mut machine = String::new();
-    write!(
-        machine,
+    let limits = Limits::measure(&backend, Duration::from_secs(1))?;
+    let mut bench = Bench { backend, options, cases: Vec::new(), comparisons: Vec::new() };
+    let (tokens, rounds, threads) = (bench.options.tokens, bench.options.rounds, bench.options.threads);
+    let plain = bench.engine(false, threads)?;
+    let lora = bench.engine(true, threads)?;
+    let machine = format!(
         "{}; read {:.1} GB/s, arithmetic {:.0} GFLOP/s",
-        engine.info().backend,
+        lora.info().backend,
         limits.bandwidth / 1e9,
         limits.peak / 1e9
-    )?;
+    );
     println!("{machine}");
-    let mut bench = Bench { engine, options, lines: Vec::new() };
-
-    let mut without = f64::NAN;
-    for rows in [1, 32, 8] {
-        without = bench.decode(&limits, &format!("decode, {rows} base rows"), rows, 0, &|_| None);
+    for index in 0..ADAPTERS {
+        synthetic::adapter(&adapter_folder(index), &SHAPE, RANK, index + 1)?;
     }
-    let mut neighbour = Command::new("sh").args(["-c", "while :; do :; done"]).spawn()?;
-    let disturbed = bench.decode(&limits, "decode, 8 base rows, another process busy", 8, 0, &|_| None);
-    neighbour.kill()?;
-    neighbour.wait()?;
-    println!("a busy neighbour costs {:.2} of the undisturbed time", disturbed / without);
-    for index in 0..8 {
-        let name = format!("adapter-{index}");
-        let path = folder().join(format!("{name}-r{RANK}"));
-        synthetic::adapter(&path, &shape, RANK, index + 1)?;
-        bench.engine.load_adapter(AdapterSource::directory(name, path))?;
-    }
-    let base = bench.decode(&limits, "decode, 8 base rows, 8 idle adapters", 8, 0, &|_| None);
-    println!("8 idle adapters cost {:.3} of the time without them", base / without);
-    let one = bench.decode(&limits, "decode, 8 rows on one adapter", 8, 1, &|_| Some("adapter-0".to_owned()));
-    bench.decode(&limits, "decode, 8 rows on 8 adapters", 8, 8, &|row| Some(format!("adapter-{row}")));
-    bench.decode(&limits, "decode, 32 rows on 8 adapters", 32, 8, &|row| Some(format!("adapter-{}", row % 8)));
-    println!("one adapter costs {:.3} of the base's time at 8 rows", one / base);
-    let seconds = bench.seconds(1, 512, 1, &|_| None);
-    let floor = limits.floor(Work::prefill(&shape, 512));
-    bench.line("prefill, 512 base tokens", 512.0 / seconds, floor / seconds);
-    let seconds = bench.seconds(1, 512, 1, &|_| Some("adapter-0".to_owned()));
-    bench.line("prefill, 512 tokens on one adapter", 512.0 / seconds, floor / seconds);
+    set_loaded(&lora, true)?;
+    let (none, one, eight) = (
+        |_: usize| None,
+        |_: usize| Some("adapter-0".to_owned()),
+        |row: usize| Some(format!("adapter-{}", row as u64 % ADAPTERS)),
+    );
+    let on = |engine, rows, adapter| Batch { engine, rows, prompt: PROMPT, adapter };
+    let context = PROMPT + tokens / 2;
 
-    // The limits again: on a shared machine they show how far to trust the run.
-    let after = Limits::measure(&backend, budget)?;
-    println!("limits afterwards: read {:.1} GB/s, arithmetic {:.0} GFLOP/s", after.bandwidth / 1e9, after.peak / 1e9);
+    for rows in [1, 8, 32] {
+        let batch: Batch<'_> = on(&plain, rows, &none);
+        let work = Work::decode(&SHAPE, rows, context, 0, RANK);
+        bench.fraction(&format!("decode, {rows} base rows"), rows, work, &|round| batch.step(round, tokens))?;
+    }
+    for rows in [8, 32] {
+        let batch = on(&lora, rows, &eight);
+        let work = Work::decode(&SHAPE, rows, context, ADAPTERS as usize, RANK);
+        let what = format!("decode, {rows} rows on {ADAPTERS} adapters");
+        bench.fraction(&what, rows, work, &|round| batch.step(round, tokens))?;
+    }
+    let long = Batch { prompt: 512, ..on(&plain, 1, &none) };
+    bench.fraction("prefill, 512 base tokens", 512, Work::prefill(&SHAPE, 512), &|round| long.seconds(round, 1))?;
+
+    // A hundredth is to be seen on a machine that drifts by tens: many short runs in turns, on one engine, so that both
+    // read the same pages of memory. Apart from what it lets be loaded, an engine with LoRA is one without.
+    for rows in [1, 8] {
+        let batch = on(&lora, rows, &none);
+        let with = |loaded: bool, round: usize| {
+            set_loaded(&lora, loaded).expect("the adapters are good");
+            batch.seconds(round, IDLE_TOKENS)
+        };
+        let turns = Turns::take(8 * rounds, &mut [&mut |round| with(false, round), &mut |round| with(true, round)]);
+        bench.compare(&format!("{rows} base rows: {ADAPTERS} idle adapters / none loaded"), &turns, 1, 0);
+    }
+    set_loaded(&lora, true)?;
+    let (base, on_one, on_eight) = (on(&lora, 8, &none), on(&lora, 8, &one), on(&lora, 8, &eight));
+    let turns = Turns::take(
+        rounds,
+        &mut [&mut |round| base.step(round, tokens), &mut |round| on_one.step(round, tokens), &mut |round| {
+            on_eight.step(round, tokens)
+        }],
+    );
+    bench.compare("8 rows: one adapter / base", &turns, 1, 0);
+    bench.compare("8 rows: 8 adapters / base", &turns, 2, 0);
+    bench.compare("8 rows: 8 adapters / one adapter", &turns, 2, 1);
+
+    let single = bench.engine(false, Some(1))?;
+    let neighbour = Neighbour::start()?;
+    for rows in [1, 8] {
+        let (team, alone) = (on(&plain, rows, &none), on(&single, rows, &none));
+        let turns = Turns::take(
+            rounds,
+            &mut [
+                &mut |round| team.step(round, tokens),
+                &mut |round| neighbour.during(|| team.step(round, tokens)),
+                &mut |round| alone.step(round, tokens),
+            ],
+        );
+        bench.compare(&format!("{rows} base rows: another process busy on one core / quiet"), &turns, 1, 0);
+        bench.compare(&format!("{rows} base rows: one thread / all threads, quiet"), &turns, 2, 0);
+        bench.compare(&format!("{rows} base rows: another process busy / one thread less"), &turns, 1, 2);
+    }
+
     if let Some(path) = &bench.options.json {
-        let result = serde_json::json!({
-            "machine": machine, "model": "Qwen2.5-0.5B's shape, bf16, random weights", "rank": RANK, "cases": bench.lines,
+        let result = json!({
+            "machine": machine, "model": "Qwen2.5-0.5B's shape, bf16, random weights", "rank": RANK,
+            "prompt": PROMPT, "tokens": tokens, "cases": bench.cases, "comparisons": bench.comparisons,
         });
-        std::fs::write(path, serde_json::to_vec_pretty(&result)?)?;
+        std::fs::write(path, format!("{result:#}\n"))?;
     }
     Ok(())
 }

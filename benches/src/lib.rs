@@ -1,4 +1,6 @@
-//! What the benches share: models with random weights of a real shape, and the roofline that results are read against.
+//! What the benches share: models with random weights of a real shape, timing in turns, and the roofline that results are
+//! read against.
 
+pub mod decode;
 pub mod roofline;
 pub mod synthetic;

@@ -23,14 +23,15 @@ pub fn read_bandwidth(pool: &Pool, budget: Duration) -> Result<f64, KernelError>
         page[0] = index as u32;
     }
     let sink = AtomicU64::new(0);
-    let seconds = best_of(budget, || {
+    let rate = highest_rate(budget, || {
         pool.run(&|part, parts| {
             let share = &block[Pool::split(block.len(), 1024, part, parts)];
             sink.fetch_add(u64::from(read_all(share)), Ordering::Relaxed);
         });
+        READ_BYTES as f64
     });
     std::hint::black_box(sink.into_inner());
-    Ok(READ_BYTES as f64 / seconds)
+    Ok(rate)
 }
 
 /// Reads everything once, as fast as this processor can be made to.
@@ -56,13 +57,12 @@ fn read_all(values: &[u32]) -> u32 {
 pub fn arithmetic_peak(level: SimdLevel, pool: &Pool, budget: Duration) -> f64 {
     const ROUNDS: usize = 1 << 20;
     let operations = AtomicU64::new(0);
-    let seconds = best_of(budget, || {
-        operations.store(0, Ordering::Relaxed);
+    highest_rate(budget, || {
         pool.run(&|_, _| {
             operations.fetch_add(spin_arithmetic(level, ROUNDS), Ordering::Relaxed);
         });
-    });
-    operations.into_inner() as f64 / seconds
+        operations.swap(0, Ordering::Relaxed) as f64
+    })
 }
 
 /// Does `rounds` rounds of arithmetic in registers and returns the number of operations.
@@ -92,17 +92,17 @@ fn portable_arithmetic(rounds: usize) -> u64 {
     (rounds * LANES * 2) as u64
 }
 
-fn best_of(budget: Duration, mut round: impl FnMut()) -> f64 {
+fn highest_rate(budget: Duration, mut round: impl FnMut() -> f64) -> f64 {
     let start = Instant::now();
-    let mut best = f64::INFINITY;
+    let mut highest = 0.0f64;
     let mut rounds = 0;
     while rounds < 3 || start.elapsed() < budget {
         let begin = Instant::now();
-        round();
-        best = best.min(begin.elapsed().as_secs_f64());
+        let done = round();
+        highest = highest.max(done / begin.elapsed().as_secs_f64());
         rounds += 1;
     }
-    best
+    highest
 }
 
 #[cfg(test)]

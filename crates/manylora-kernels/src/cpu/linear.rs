@@ -38,6 +38,8 @@ const STEPS_BYTES: usize = 8 << 10;
 /// enough to read long stretches of memory, many enough to even out.
 const PANELS_TOGETHER: usize = 4;
 const RUNS_PER_THREAD: usize = 8;
+/// Bytes of weights in a run at most (some tens of microseconds), so that nobody waits long for the last one.
+const RUN_BYTES: usize = 512 << 10;
 /// Bytes of one adapter's B that are fetched before they are needed; of more, the rest follows in its stream.
 const B_AHEAD: usize = 2048;
 /// Outputs of the widest panel, and of a panel of B.
@@ -168,6 +170,8 @@ pub(super) fn linear(
     let threads = backend.pool.threads();
     scratch.reserve_threads(threads, scratch_each).expect("working memory of a step: reserve it at start");
     let panels = views[..parts.len()].iter().map(|part| part.panels).sum::<usize>();
+    let bytes = views[..parts.len()].iter().map(|part| part.panels * part.format.panel_bytes(inputs)).sum::<usize>();
+    let runs = (threads * RUNS_PER_THREAD).max(bytes.div_ceil(RUN_BYTES));
     let call = Call {
         level: backend.level,
         rows,
@@ -182,7 +186,7 @@ pub(super) fn linear(
         scratch_each,
         tile_rows,
         panels,
-        runs: if threads == 1 { 1 } else { panels.div_ceil(PANELS_TOGETHER).clamp(1, threads * RUNS_PER_THREAD) },
+        runs: if threads == 1 { 1 } else { panels.div_ceil(PANELS_TOGETHER).min(runs).max(1) },
         next: AtomicUsize::new(0),
         pairs,
     };

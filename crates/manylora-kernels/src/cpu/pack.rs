@@ -136,12 +136,13 @@ impl PackedWeight {
                 .map(|(share, panels)| Mutex::new((first + share * PANELS_PER_REGION, panels)))
                 .collect();
             let failure = Mutex::new(None);
-            pool.run(&|part, _| {
-                let Some(share) = shares.get(part) else { return };
-                let mut share = share.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-                let first = share.0;
-                if let Err(error) = pack_panels(format, source, first, &mut *share.1) {
-                    *failure.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(error);
+            pool.run(&|part, parts| {
+                for share in shares.iter().skip(part).step_by(parts) {
+                    let mut share = share.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+                    let first = share.0;
+                    if let Err(error) = pack_panels(format, source, first, &mut *share.1) {
+                        *failure.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(error);
+                    }
                 }
             });
             if let Some(error) = failure.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner) {

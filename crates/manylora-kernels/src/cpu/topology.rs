@@ -14,7 +14,7 @@ pub fn default_threads() -> usize {
 /// The logical processors this process may run on.
 pub(super) fn allowed_cpus() -> Vec<usize> {
     #[cfg(target_os = "linux")]
-    if let Some(cpus) = super::pool::affinity() {
+    if let Some(cpus) = super::pool::affinity::affinity() {
         return cpus;
     }
     (0..std::thread::available_parallelism().map_or(1, usize::from)).collect()

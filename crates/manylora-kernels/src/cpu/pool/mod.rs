@@ -1,8 +1,10 @@
 //! The barrier pool: one parallel region after the other, a few microseconds apart, without a lock or a system call.
 //!
-//! A region has as many parts as the pool has threads. Each worker takes its own part; a part whose worker has not come
+//! A region has a part for each thread that is at hand. Each worker takes its own part; a part whose worker has not come
 //! by when the caller is done (it was parked, or another process has its core) is taken by the caller. Waiting spins
-//! for some tens of microseconds and then parks, so that a busy neighbour costs its share and no more.
+//! for some tens of microseconds and then parks. A part that its worker has begun cannot be taken over: if another
+//! process gets the worker's core in the middle of one, everybody waits until the core comes back. A worker that this
+//! happened to is left out for a while ([`team`]), so that a busy neighbour costs its core and no more.
 //!
 //! Engines of one process share its pool ([`Pool::shared`]): there is one team per set of options, and all teams take
 //! turns, a region at a time, so that two engines never have more threads at work than the larger of them asked for.
@@ -12,6 +14,10 @@
 //! not at work is parked and costs a stack each. A single thread needs no team and no turn: it runs beside the others.
 #![expect(unsafe_code, reason = "lends a borrowed closure to other threads for the length of a region")]
 
+pub(super) mod affinity;
+mod signal;
+mod team;
+
 use std::any::Any;
 use std::cell::UnsafeCell;
 use std::ops::Range;
@@ -19,13 +25,12 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
+use self::signal::{Signal, calibrated_spins};
+use self::team::{LATE, Team};
 use super::topology;
 use crate::error::KernelError;
-
-/// How long a thread spins before it parks.
-const SPIN: Duration = Duration::from_micros(50);
 
 /// What a pool is made with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,113 +51,24 @@ impl Default for PoolOptions {
 
 type Work<'a> = dyn Fn(usize, usize) + Sync + 'a;
 
-/// What threads wait for: its value differs from one they have seen.
+/// The last region that a part was taken of, and the last that it was done in; one cache line each, so that threads do
+/// not collide.
 #[repr(align(64))]
-struct Signal {
-    value: AtomicU32,
-    sleepers: AtomicU32,
-    #[cfg(not(target_os = "linux"))]
-    gate: (Mutex<()>, std::sync::Condvar),
+struct Part {
+    claimed: AtomicU32,
+    done: AtomicU32,
 }
-
-impl Signal {
-    const fn new() -> Self {
-        Self {
-            value: AtomicU32::new(0),
-            sleepers: AtomicU32::new(0),
-            #[cfg(not(target_os = "linux"))]
-            gate: (Mutex::new(()), std::sync::Condvar::new()),
-        }
-    }
-
-    /// Waits until the value is not `seen`, and returns it.
-    fn wait_while(&self, seen: u32, spins: Option<u32>) -> u32 {
-        let mut left = spins;
-        loop {
-            let value = self.value.load(Ordering::Acquire);
-            if value != seen {
-                return value;
-            }
-            match &mut left {
-                Some(0) => return self.park_while(seen),
-                Some(count) => *count -= 1,
-                None => {}
-            }
-            std::hint::spin_loop();
-        }
-    }
-
-    #[cold]
-    fn park_while(&self, seen: u32) -> u32 {
-        // Sequentially consistent on both sides: either the sleeper sees the new value or the waker sees the sleeper.
-        self.sleepers.fetch_add(1, Ordering::SeqCst);
-        let value = loop {
-            let value = self.value.load(Ordering::SeqCst);
-            if value != seen {
-                break value;
-            }
-            self.sleep(seen);
-        };
-        self.sleepers.fetch_sub(1, Ordering::SeqCst);
-        value
-    }
-
-    /// Wakes the sleepers, if there are any, after the value was changed (sequentially consistent).
-    fn wake(&self) {
-        if self.sleepers.load(Ordering::SeqCst) != 0 {
-            self.wake_sleepers();
-        }
-    }
-
-    #[cfg(target_os = "linux")]
-    fn sleep(&self, seen: u32) {
-        // SAFETY: the word outlives the call; the kernel sleeps only while it equals `seen`.
-        unsafe {
-            libc::syscall(
-                libc::SYS_futex,
-                self.value.as_ptr(),
-                libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG,
-                seen,
-                std::ptr::null::<libc::timespec>(),
-            );
-        }
-    }
-
-    #[cfg(target_os = "linux")]
-    #[cold]
-    fn wake_sleepers(&self) {
-        // SAFETY: the word outlives the call.
-        unsafe {
-            libc::syscall(libc::SYS_futex, self.value.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, i32::MAX);
-        }
-    }
-
-    #[cfg(not(target_os = "linux"))]
-    fn sleep(&self, seen: u32) {
-        let guard = locked(&self.gate.0);
-        if self.value.load(Ordering::SeqCst) == seen {
-            drop(self.gate.1.wait(guard).unwrap_or_else(PoisonError::into_inner));
-        }
-    }
-
-    #[cfg(not(target_os = "linux"))]
-    #[cold]
-    fn wake_sleepers(&self) {
-        drop(locked(&self.gate.0));
-        self.gate.1.notify_all();
-    }
-}
-
-/// The number of the last region whose part was taken; one cache line each, so that claims do not collide.
-#[repr(align(64))]
-struct Claim(AtomicU32);
 
 struct State {
     /// Number of the current region.
     region: Signal,
-    /// Parts of the current region that workers may still hold.
+    /// Parts of the current region that are not done.
     remaining: Signal,
-    claims: Vec<Claim>,
+    parts: Vec<Part>,
+    /// Which part each worker takes, or [`team::AWAY`]; changed between regions only.
+    seats: Vec<Signal>,
+    /// Parts of the current region.
+    count: AtomicU32,
     work: UnsafeCell<*const Work<'static>>,
     stop: AtomicBool,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
@@ -169,39 +85,37 @@ unsafe impl Sync for State {}
 impl State {
     /// Takes `part` of `region`, unless somebody has.
     fn claim(&self, part: usize, region: u32) -> bool {
-        self.claims[part]
-            .0
-            .compare_exchange(region.wrapping_sub(1), region, Ordering::AcqRel, Ordering::Relaxed)
-            .is_ok()
+        let claimed = &self.parts[part].claimed;
+        claimed.compare_exchange(region.wrapping_sub(1), region, Ordering::AcqRel, Ordering::Relaxed).is_ok()
     }
 
-    /// Runs a part and keeps its panic for the caller.
-    fn execute(&self, work: &Work<'_>, part: usize) {
-        let threads = self.claims.len();
-        if let Err(payload) = catch_unwind(AssertUnwindSafe(|| work(part, threads))) {
+    /// Runs a part that was claimed, and keeps its panic for the caller.
+    fn execute(&self, work: &Work<'_>, part: usize, region: u32) {
+        let count = self.count.load(Ordering::Relaxed) as usize;
+        if let Err(payload) = catch_unwind(AssertUnwindSafe(|| work(part, count))) {
             locked(&self.panic).get_or_insert(payload);
             self.panicked.store(true, Ordering::Release);
         }
-    }
-
-    fn finish_part(&self) {
+        self.parts[part].done.store(region, Ordering::Relaxed);
         if self.remaining.value.fetch_sub(1, Ordering::SeqCst) == 1 {
             self.remaining.wake();
         }
     }
 
-    fn worker(&self, part: usize) {
+    fn worker(&self, seat: &Signal) {
         let mut seen = 0;
         loop {
             seen = self.region.wait_while(seen, self.spins);
             if self.stop.load(Ordering::Acquire) {
                 return;
             }
-            if self.claim(part, seen) {
-                // SAFETY: the claim keeps the region, and with it the closure, alive until `finish_part`.
+            let part = seat.value.load(Ordering::Acquire);
+            if part == team::AWAY {
+                seat.park_while(team::AWAY);
+            } else if self.claim(part as usize, seen) {
+                // SAFETY: the claim keeps the region, and with it the closure, alive until the part is done.
                 let work = unsafe { &**self.work.get() };
-                self.execute(work, part);
-                self.finish_part();
+                self.execute(work, part as usize, seen);
             }
         }
     }
@@ -215,6 +129,8 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 pub struct Pool {
     state: Arc<State>,
     turn: Arc<Mutex<()>>,
+    /// Who is left out for now; locked by whoever has the turn.
+    team: Mutex<Team>,
     workers: Vec<JoinHandle<()>>,
     options: PoolOptions,
 }
@@ -229,9 +145,11 @@ impl Pool {
     fn taking_turns(options: PoolOptions, turn: Arc<Mutex<()>>) -> Result<Self, KernelError> {
         let threads = options.threads.unwrap_or_else(topology::default_threads).max(1);
         let state = Arc::new(State {
-            region: Signal::new(),
-            remaining: Signal::new(),
-            claims: (0..threads).map(|_| Claim(AtomicU32::new(0))).collect(),
+            region: Signal::new(0),
+            remaining: Signal::new(0),
+            parts: (0..threads).map(|_| Part { claimed: AtomicU32::new(0), done: AtomicU32::new(0) }).collect(),
+            seats: (1..threads).map(|part| Signal::new(part as u32)).collect(),
+            count: AtomicU32::new(threads as u32),
             work: UnsafeCell::new(&raw const NOTHING),
             stop: AtomicBool::new(false),
             panic: Mutex::new(None),
@@ -243,7 +161,8 @@ impl Pool {
         } else {
             Vec::new()
         };
-        let mut pool = Self { state, turn, workers: Vec::with_capacity(threads - 1), options };
+        let team = Mutex::new(Team::new(threads - 1));
+        let mut pool = Self { state, turn, team, workers: Vec::with_capacity(threads - 1), options };
         for part in 1..threads {
             let state = Arc::clone(&pool.state);
             let core = (!cores.is_empty()).then(|| cores[part % cores.len()]);
@@ -251,9 +170,9 @@ impl Pool {
                 .name(format!("manylora-{part}"))
                 .spawn(move || {
                     if let Some(core) = core {
-                        pin(core);
+                        affinity::pin(core);
                     }
-                    state.worker(part);
+                    state.worker(&state.seats[part - 1]);
                 })
                 // Dropping the pool joins those that did start.
                 .map_err(|error| KernelError::Source(format!("cannot start worker thread `{part}`: {error}")))?;
@@ -280,49 +199,114 @@ impl Pool {
 
     /// Number of threads, the caller included.
     pub fn threads(&self) -> usize {
-        self.state.claims.len()
+        self.state.parts.len()
     }
 
-    /// Calls `work(part, threads)` once for every part in `0..threads`, in parallel, and returns when all are done. A
-    /// panic of any part is raised here, after all parts have ended. Concurrent callers take turns; `work` must not
-    /// call `run`.
+    /// Calls `work(part, parts)` once for every part in `0..parts`, in parallel, and returns when all are done; `parts`
+    /// is [`Self::threads`] or less. A panic of any part is raised here, after all parts have ended. Concurrent callers
+    /// take turns; `work` must not call `run`.
     pub fn run(&self, work: &(dyn Fn(usize, usize) + Sync)) {
-        let state = &*self.state;
-        let threads = self.threads();
-        if threads == 1 {
+        if self.threads() == 1 {
             work(0, 1);
             return;
         }
         let turn = locked(&self.turn);
+        let parts = self.parts_at_hand();
+        if parts == 1 {
+            // Nothing is lent to anybody: a panic may leave by itself.
+            work(0, 1);
+            return;
+        }
+        self.run_parts(parts, work);
+        let state = &*self.state;
+        let payload = if state.panicked.swap(false, Ordering::AcqRel) { locked(&state.panic).take() } else { None };
+        drop(turn);
+        if let Some(payload) = payload {
+            resume_unwind(payload);
+        }
+    }
+
+    fn run_parts(&self, parts: usize, work: &(dyn Fn(usize, usize) + Sync)) {
+        let state = &*self.state;
         #[expect(clippy::transmute_ptr_to_ptr, reason = "nothing else changes the lifetime of a trait object")]
         // SAFETY: only the lifetime is changed. No thread uses the pointer after this function returns: a part is
         // claimed before it is read, and all claimed parts are waited for below.
         let lent = unsafe { std::mem::transmute::<*const Work<'_>, *const Work<'static>>(&raw const *work) };
         // SAFETY: no region is running (the turn is ours), so nobody reads it.
         unsafe { *state.work.get() = lent };
-        state.remaining.value.store(threads as u32, Ordering::Relaxed);
+        // Without parking nobody is ever left out, and no clock is read.
+        let start = state.spins.map(|_| Instant::now());
+        state.remaining.value.store(parts as u32, Ordering::Relaxed);
         let region = state.region.value.load(Ordering::Relaxed).wrapping_add(1);
-        state.claims[0].0.store(region, Ordering::Relaxed);
+        state.parts[0].claimed.store(region, Ordering::Relaxed);
         state.region.value.store(region, Ordering::SeqCst);
         state.region.wake();
 
-        state.execute(work, 0);
-        state.finish_part();
-        for part in 1..threads {
+        state.execute(work, 0, region);
+        for part in 1..parts {
             if state.claim(part, region) {
-                state.execute(work, part);
-                state.finish_part();
+                state.execute(work, part, region);
             }
         }
         let mut left = state.remaining.value.load(Ordering::Acquire);
         while left != 0 {
-            left = state.remaining.wait_while(left, state.spins);
+            left = match state.remaining.spin_while(left, state.spins) {
+                Some(left) => left,
+                None => self.park_for_others(parts, region, left, start),
+            };
         }
-        let payload = if state.panicked.swap(false, Ordering::AcqRel) { locked(&state.panic).take() } else { None };
-        drop(turn);
-        if let Some(payload) = payload {
-            resume_unwind(payload);
+    }
+
+    /// Sleeps until another part is done, and takes note of the workers that this was late for.
+    #[cold]
+    fn park_for_others(&self, parts: usize, region: u32, left: u32, start: Option<Instant>) -> u32 {
+        let state = &*self.state;
+        let since = Instant::now();
+        let pending = |part: usize| state.parts[part].done.load(Ordering::Relaxed) != region;
+        // Seats whose parts are pending, in the first machine words; a larger team has more to lose by looking further.
+        let mut late = 0u64;
+        for (worker, seat) in state.seats.iter().enumerate().take(64) {
+            let part = seat.value.load(Ordering::Relaxed);
+            late |= u64::from(part != team::AWAY && (part as usize) < parts && pending(part as usize)) << worker;
         }
+        let left = state.remaining.park_while(left);
+        let waited = since.elapsed();
+        // Parts of long regions may be uneven without anybody being kept from work.
+        let worked = start.map_or(waited, |start| since - start);
+        if waited >= LATE && waited >= worked / 2 {
+            let mut team = locked(&self.team);
+            let now = Instant::now();
+            (0..state.seats.len().min(64))
+                .filter(|worker| late >> worker & 1 == 1)
+                .for_each(|worker| team.leave_out(worker, now));
+        }
+        left
+    }
+
+    /// Parts of the next region: this thread's and those of the workers that are not left out.
+    fn parts_at_hand(&self) -> usize {
+        let state = &*self.state;
+        if state.spins.is_none() {
+            return self.threads();
+        }
+        let mut team = locked(&self.team);
+        if team.is_settled() || !team.change(Instant::now()) {
+            return state.count.load(Ordering::Relaxed) as usize;
+        }
+        let mut parts = 1;
+        for (worker, seat) in state.seats.iter().enumerate() {
+            let away = team.is_away(worker);
+            let part = if away { team::AWAY } else { parts };
+            parts += u32::from(!away);
+            if seat.value.swap(part, Ordering::SeqCst) == team::AWAY && !away {
+                seat.wake();
+            }
+        }
+        // Parts that nobody took lately count as taken in the last region.
+        let region = state.region.value.load(Ordering::Relaxed);
+        state.parts.iter().for_each(|part| part.claimed.store(region, Ordering::Relaxed));
+        state.count.store(parts, Ordering::Relaxed);
+        parts as usize
     }
 
     /// The contiguous share of `0..total` that belongs to `part` of `parts`, in whole multiples of `granularity` (the
@@ -339,6 +323,11 @@ impl Pool {
 impl Drop for Pool {
     fn drop(&mut self) {
         self.state.stop.store(true, Ordering::Release);
+        for seat in &self.state.seats {
+            // Whoever is left out wakes up and sees that it is over; the number means nothing any more.
+            seat.value.store(0, Ordering::SeqCst);
+            seat.wake();
+        }
         self.state.region.value.fetch_add(1, Ordering::SeqCst);
         self.state.region.wake();
         for worker in self.workers.drain(..) {
@@ -349,51 +338,3 @@ impl Drop for Pool {
 }
 
 static NOTHING: fn(usize, usize) = |_, _| {};
-
-/// How many spins take [`SPIN`] on this machine (a pause takes 4 to 140 cycles), so that waiting reads no clock.
-fn calibrated_spins() -> u32 {
-    static CALIBRATED: OnceLock<u32> = OnceLock::new();
-    *CALIBRATED.get_or_init(|| {
-        const TRIAL: u32 = 2000;
-        let signal = Signal::new();
-        // The quickest of three: an interruption must not shorten the spin.
-        let quickest = (0..3).map(|_| {
-            let start = Instant::now();
-            for _ in 0..TRIAL {
-                std::hint::black_box(signal.value.load(Ordering::Acquire));
-                std::hint::spin_loop();
-            }
-            start.elapsed()
-        });
-        let nanos = quickest.min().unwrap_or(SPIN).as_nanos().max(1);
-        (SPIN.as_nanos() * u128::from(TRIAL) / nanos).clamp(100, 1_000_000) as u32
-    })
-}
-
-/// The processors in this thread's affinity mask.
-#[cfg(target_os = "linux")]
-pub(super) fn affinity() -> Option<Vec<usize>> {
-    // SAFETY: all-zero is a valid mask.
-    let mut mask: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-    // SAFETY: the mask is ours and as large as said.
-    if unsafe { libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &raw mut mask) } != 0 {
-        return None;
-    }
-    let limit = 8 * size_of::<libc::cpu_set_t>();
-    // SAFETY: every index is within the mask.
-    Some((0..limit).filter(|&cpu| unsafe { libc::CPU_ISSET(cpu, &mask) }).collect())
-}
-
-#[cfg(target_os = "linux")]
-fn pin(cpu: usize) {
-    // SAFETY: all-zero is a valid mask.
-    let mut mask: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-    // SAFETY: the index came from such a mask. Failing to pin is harmless.
-    unsafe {
-        libc::CPU_SET(cpu, &mut mask);
-        libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &raw const mask);
-    }
-}
-
-#[cfg(not(target_os = "linux"))]
-fn pin(_cpu: usize) {}

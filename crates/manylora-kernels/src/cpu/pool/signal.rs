@@ -1,0 +1,135 @@
+//! A word that threads wait on: spinning for a while, then parked.
+#![expect(unsafe_code, reason = "parks on a futex")]
+
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, Ordering};
+#[cfg(not(target_os = "linux"))]
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// How long a thread spins before it parks.
+pub(super) const SPIN: Duration = Duration::from_micros(50);
+
+/// What threads wait for: its value differs from one they have seen.
+#[repr(align(64))]
+pub(super) struct Signal {
+    pub(super) value: AtomicU32,
+    sleepers: AtomicU32,
+    #[cfg(not(target_os = "linux"))]
+    gate: (Mutex<()>, std::sync::Condvar),
+}
+
+impl Signal {
+    /// With a first value.
+    pub(super) const fn new(value: u32) -> Self {
+        Self {
+            value: AtomicU32::new(value),
+            sleepers: AtomicU32::new(0),
+            #[cfg(not(target_os = "linux"))]
+            gate: (Mutex::new(()), std::sync::Condvar::new()),
+        }
+    }
+
+    /// Waits until the value is not `seen`, and returns it: parked once `spins` looks were in vain (None = never).
+    pub(super) fn wait_while(&self, seen: u32, spins: Option<u32>) -> u32 {
+        self.spin_while(seen, spins).unwrap_or_else(|| self.park_while(seen))
+    }
+
+    /// Spins until the value is not `seen`; None if it still is after `spins` looks.
+    pub(super) fn spin_while(&self, seen: u32, spins: Option<u32>) -> Option<u32> {
+        let mut left = spins;
+        loop {
+            let value = self.value.load(Ordering::Acquire);
+            if value != seen {
+                return Some(value);
+            }
+            match &mut left {
+                Some(0) => return None,
+                Some(count) => *count -= 1,
+                None => {}
+            }
+            std::hint::spin_loop();
+        }
+    }
+
+    /// Sleeps until the value is not `seen`, and returns it.
+    #[cold]
+    pub(super) fn park_while(&self, seen: u32) -> u32 {
+        // Sequentially consistent on both sides: either the sleeper sees the new value or the waker sees the sleeper.
+        self.sleepers.fetch_add(1, Ordering::SeqCst);
+        let value = loop {
+            let value = self.value.load(Ordering::SeqCst);
+            if value != seen {
+                break value;
+            }
+            self.sleep(seen);
+        };
+        self.sleepers.fetch_sub(1, Ordering::SeqCst);
+        value
+    }
+
+    /// Wakes the sleepers, if there are any, after the value was changed (sequentially consistent).
+    pub(super) fn wake(&self) {
+        if self.sleepers.load(Ordering::SeqCst) != 0 {
+            self.wake_sleepers();
+        }
+    }
+
+    #[cfg(target_os = "linux")]
+    fn sleep(&self, seen: u32) {
+        // SAFETY: the word outlives the call; the kernel sleeps only while it equals `seen`.
+        unsafe {
+            libc::syscall(
+                libc::SYS_futex,
+                self.value.as_ptr(),
+                libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG,
+                seen,
+                std::ptr::null::<libc::timespec>(),
+            );
+        }
+    }
+
+    #[cfg(target_os = "linux")]
+    #[cold]
+    fn wake_sleepers(&self) {
+        // SAFETY: the word outlives the call.
+        unsafe {
+            libc::syscall(libc::SYS_futex, self.value.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, i32::MAX);
+        }
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    fn sleep(&self, seen: u32) {
+        let guard = self.gate.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.value.load(Ordering::SeqCst) == seen {
+            drop(self.gate.1.wait(guard).unwrap_or_else(PoisonError::into_inner));
+        }
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    #[cold]
+    fn wake_sleepers(&self) {
+        drop(self.gate.0.lock().unwrap_or_else(PoisonError::into_inner));
+        self.gate.1.notify_all();
+    }
+}
+
+/// How many spins take [`SPIN`] on this machine (a pause takes 4 to 140 cycles), so that waiting reads no clock.
+pub(super) fn calibrated_spins() -> u32 {
+    static CALIBRATED: OnceLock<u32> = OnceLock::new();
+    *CALIBRATED.get_or_init(|| {
+        const TRIAL: u32 = 2000;
+        let signal = Signal::new(0);
+        // The quickest of three: an interruption must not shorten the spin.
+        let quickest = (0..3).map(|_| {
+            let start = Instant::now();
+            for _ in 0..TRIAL {
+                std::hint::black_box(signal.value.load(Ordering::Acquire));
+                std::hint::spin_loop();
+            }
+            start.elapsed()
+        });
+        let nanos = quickest.min().unwrap_or(SPIN).as_nanos().max(1);
+        (SPIN.as_nanos() * u128::from(TRIAL) / nanos).clamp(100, 1_000_000) as u32
+    })
+}
