@@ -84,7 +84,8 @@ def config_seeds():
 
 def text(value):
     """Pack a GGUF string."""
-    return struct.pack("<Q", len(value)) + value.encode()
+    encoded = value.encode()
+    return struct.pack("<Q", len(encoded)) + encoded
 
 
 def entry(key, value):
@@ -132,6 +133,11 @@ def gguf(architecture, dtype, extra):
     shapes |= {f"blk.0.{name}.weight": [8, 4] for name in ("attn_k", "attn_v")} | {"blk.0.ffn_norm.weight": [8]}
     if architecture == "llama":
         shapes["rope_freqs.weight"] = [2]
+    return packed(metadata, shapes, dtype)
+
+
+def packed(metadata, shapes, dtype):
+    """Pack metadata and tensors as a GGUF file."""
     directory, data = b"", b""
     for name, shape in shapes.items():
         kind = 0 if len(shape) == 1 else dtype
@@ -155,7 +161,70 @@ def gguf_seeds():
     seed("qwen3-bf16", gguf("qwen3", 30, yarn))
 
 
+def vocabulary_seeds():
+    """Write the seeds of the GGUF vocabulary target: metadata alone, of both kinds of vocabularies."""
+    seed = seeds("gguf_vocabulary")
+    byte_level = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": ["<s>", "</s>", "<tool>", "h", "e", "l", "o", "Ġ", "he", "ll", "hell", "hello", "a"],
+        "tokenizer.ggml.token_type": [3, 3, 4, 1, 1, 1, 1, 1, 1, 1, 1, 1, 5],
+        "tokenizer.ggml.merges": ["h e", "l l", "he ll", "hell o"],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.add_bos_token": True,
+    }
+    seed("byte-level", packed(byte_level, {}, 0))
+    pieces = ["▁a", "ab", "▁ab", "▁", "a", "b", "▁a", "aaaa", "aa", "é"]
+    sentence_piece = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", "<0x41>", "<0xC3>", *pieces],
+        "tokenizer.ggml.token_type": [2, 3, 3, 6, 6] + [1] * len(pieces),
+        "tokenizer.ggml.scores": [0.0] * 5 + [-float(rank) for rank in range(len(pieces))],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.padding_token_id": 2,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    seed("sentence-piece", packed(sentence_piece, {}, 0))
+    for key in ("tokenizer.ggml.scores", "tokenizer.ggml.token_type", "tokenizer.ggml.add_space_prefix"):
+        del sentence_piece[key]
+    seed("sentence-piece-bare", packed(sentence_piece, {}, 0))
+
+
+def tokenizer_seeds():
+    """Write the seeds of the tokenizer files' target: one real tokenizer cut to few tokens, and other models."""
+    seed = seeds("tokenizer_files")
+    base = TESTS / "oracle/llama/base"
+    whole = json.loads((base / "tokenizer.json").read_bytes())
+    kept = ["<s>", "</s>", "h", "e", "l", "he", "ll"]
+    whole["model"]["vocab"] = {token: index for index, token in enumerate(kept)}
+    whole["model"]["merges"] = [["h", "e"], ["l", "l"]]
+    configured = {
+        "bos_token": "<s>",
+        "eos_token": {"content": "</s>", "lstrip": False},
+        "additional_special_tokens": ["<tool>"],
+        "added_tokens_decoder": {
+            "0": {"content": "<s>", "special": True},
+            "7": {"content": "<tool>", "special": True, "normalized": False, "rstrip": True},
+        },
+    }
+    models = {
+        "bpe": whole["model"],
+        "bpe-old-merges": whole["model"] | {"merges": ["h e", "l l"], "continuing_subword_prefix": ""},
+        "unigram": {"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["▁a", -1.5], ["b", -2]]},
+        "wordpiece": {"type": "WordPiece", "unk_token": "[U]", "vocab": {"[U]": 0, "play": 1, "##ing": 2},
+                      "continuing_subword_prefix": "##", "max_input_chars_per_word": 100},
+    }  # fmt: skip
+    for name, model in models.items():
+        files = (whole | {"model": model}, configured, {"unk_token": "<unk>"})
+        seed(name, b"\0".join(compact(json.dumps(file)) for file in files))
+
+
 if __name__ == "__main__":
     adapter_seeds()
     config_seeds()
     gguf_seeds()
+    vocabulary_seeds()
+    tokenizer_seeds()

@@ -21,6 +21,9 @@ from oracle.oracle_check import Oracle
 ORACLE = Path(__file__).parent / "oracle"
 BASES = sorted(path.parent.name for path in ORACLE.glob("*/base"))
 MIB = 1 << 20
+PROMPT = [5, 40, 99, 7, 130]
+# Four blocks.
+LONG_PROMPT = [3 + 5 * i % 280 for i in range(64)]
 
 MakeEngine = Callable[..., LLM]
 
@@ -29,8 +32,13 @@ def adapter_path(name: str, base: str = "llama") -> str:
     return str(ORACLE / base / "adapters" / name)
 
 
-def lora(name: str, number: int, base: str = "llama") -> LoRARequest:
-    return LoRARequest(name, number, adapter_path(name, base))
+def lora(name: str, number: int, base: str = "llama", scale: float = 1.0) -> LoRARequest:
+    return LoRARequest(name, number, adapter_path(name, base), scale=scale)
+
+
+def named(name: str, number: int, source: str) -> LoRARequest:
+    """One of the oracle's adapters under another name."""
+    return LoRARequest(name, number, adapter_path(source))
 
 
 def greedy(max_tokens: int = 16, **fields: Any) -> SamplingParams:
@@ -38,8 +46,7 @@ def greedy(max_tokens: int = 16, **fields: Any) -> SamplingParams:
 
 
 def logits_of(llm: LLM, tokens: list[int], adapter: str | None = None, scale: float = 1.0) -> np.ndarray:
-    rows, width, values = llm.llm_engine.core.logits(tokens, [(adapter, scale)] if adapter else [])
-    return np.frombuffer(values, dtype="<f4").reshape(rows, width)
+    return np.from_dlpack(llm.llm_engine.core.logits(tokens, [(adapter, scale)] if adapter else []))
 
 
 def answer(output: Any) -> list[tuple[Any, ...]]:
@@ -55,6 +62,15 @@ def answer(output: Any) -> list[tuple[Any, ...]]:
         )
         for sample in output.outputs
     ]
+
+
+def solo(llm: LLM, request: LoRARequest | None, count: int = 8) -> list[tuple[Any, ...]]:
+    (output,) = llm.generate(PROMPT, greedy(count, logprobs=1), use_tqdm=False, lora_request=request)
+    return answer(output)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture
@@ -86,6 +102,20 @@ def make_engine() -> Iterator[MakeEngine]:
 def llm(make_engine: MakeEngine) -> LLM:
     """An engine on the base `llama`."""
     return make_engine()
+
+
+@pytest.fixture
+def expected(make_engine: MakeEngine) -> Callable[[str | None], list[tuple[Any, ...]]]:
+    """What an adapter answers, alone in an engine that has room for all."""
+    known: dict[str | None, list[tuple[Any, ...]]] = {}
+    engine = make_engine()
+
+    def get(name: str | None) -> list[tuple[Any, ...]]:
+        if name not in known:
+            known[name] = solo(engine, name and lora(name, 1 + len(known)))
+        return known[name]
+
+    return get
 
 
 @pytest.fixture

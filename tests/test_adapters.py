@@ -422,3 +422,82 @@ def test_lora_root_confines_adapters(make_engine: MakeEngine) -> None:
         with pytest.raises(AdapterError, match="outside the folders") as refusal:
             llm.llm_engine.add_lora(LoRARequest("outside", 2, str(outside)))
         assert refusal.value.kind == "forbidden"
+
+
+LONG_PROMPT = [3 + 5 * i % 280 for i in range(64)]
+
+
+def with_scale(llm: LLM, request: LoRARequest | None, **fields: object) -> tuple[list, int]:
+    (output,) = llm.generate(LONG_PROMPT, greedy(8, logprobs=2, **fields), use_tqdm=False, lora_request=request)
+    return answer(output), output.num_cached_tokens
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_53_strength_zero_is_exactly_the_base(dtype: str, make_engine: MakeEngine) -> None:
+    llm = make_engine(dtype=dtype)
+    base, cached = with_scale(llm, None)
+    assert cached == 0
+    # It even reads what the base computed.
+    for scale in (0, 0.0, -0.0):
+        assert with_scale(llm, lora("alpha", 1, scale=scale)) == (base, 48)
+    assert with_scale(llm, lora("alpha", 1))[0] != base
+    logits = logits_of(llm, LONG_PROMPT)
+    assert np.array_equal(logits, logits_of(llm, LONG_PROMPT, "alpha", 0.0))
+    assert np.array_equal(logits, np.from_dlpack(llm.llm_engine.core.logits(LONG_PROMPT, [])))
+    assert not np.array_equal(logits, logits_of(llm, LONG_PROMPT, "alpha", 1.0))
+    # Strength does not let an adapter pass that would be refused.
+    with pytest.raises(AdapterError, match="use_dora"):
+        with_scale(llm, lora("dora", 2, scale=0))
+
+
+@pytest.mark.parametrize("name", ["alpha", "pattern", "embed-head"])
+@pytest.mark.parametrize("scale", [0.5, 2.0, -1.0, 0.3])
+def test_a_53_a_strength_is_a_factor_of_b(name: str, scale: float, llm: LLM, make_adapter: MakeAdapter) -> None:
+    def scaled(content: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        factor = np.float32(scale)
+        return {
+            key: value * factor if ".lora_B" in key or "lora_embedding_B" in key else value
+            for key, value in content.items()
+        }
+
+    llm.llm_engine.add_lora(lora(name, 1))
+    llm.llm_engine.add_lora(LoRARequest("made", 2, make_adapter("made", name, tensors=scaled)))
+    strong, made = logits_of(llm, LONG_PROMPT, name, scale), logits_of(llm, LONG_PROMPT, "made")
+    if scale in (0.5, 2.0, -1.0):
+        # Factors that are exact in binary.
+        assert np.array_equal(strong, made)
+    assert np.abs(strong - made).max() < 1e-4
+    assert np.abs(strong - logits_of(llm, LONG_PROMPT, name)).max() > 0.01
+
+
+def test_a_53_strengths_run_side_by_side_as_they_do_alone(make_engine: MakeEngine) -> None:
+    llm = make_engine(enable_prefix_caching=False, max_num_batched_tokens=96)
+    requests: list[LoRARequest | None] = [None, lora("alpha", 1)]
+    requests += [lora("alpha", 1, scale=scale) for scale in (0, 0.25, 0.5, 1, -1, 2, 0.5)]
+    requests += [lora("beta", 2, scale=scale) for scale in (0.5, 1.5)]
+    alone = [with_scale(llm, request)[0] for request in requests]
+    together = llm.generate([LONG_PROMPT] * len(requests), greedy(8, logprobs=2), use_tqdm=False, lora_request=requests)
+    assert [answer(output) for output in together] == alone
+    assert [output.lora_request for output in together] == requests
+    # Zero is the base, one is the default, and all others differ from each other.
+    assert alone[0] == alone[2]
+    assert alone[1] == alone[5]
+    assert alone[4] == alone[8]
+    assert len({repr(each) for each in alone}) == len(requests) - 3
+    # Strength belongs to a request: the adapter is there once, whatever ran last.
+    assert llm.llm_engine.list_loras() == {1, 2}
+    assert len(llm.llm_engine.stats()["adapters"]) == 2
+    assert with_scale(llm, lora("alpha", 1))[0] == alone[1]
+
+
+def test_a_53_strengths_share_no_prefix(make_engine: MakeEngine) -> None:
+    alone, llm = make_engine(enable_prefix_caching=False), make_engine()
+    scales = (1.0, 0.5, 0.25, 0.0, -1.0, 0.5000001)
+    expected = {scale: with_scale(alone, lora("alpha", 1, scale=scale))[0] for scale in scales}
+    for scale in scales:
+        assert with_scale(llm, lora("alpha", 1, scale=scale)) == (expected[scale], 0), scale
+    for scale in reversed(scales):
+        assert with_scale(llm, lora("alpha", 1, scale=scale)) == (expected[scale], 48), scale
+    # The same content under another name, with the same strength: the same blocks.
+    other = LoRARequest("other", 2, adapter_path("alpha"), scale=0.5)
+    assert with_scale(llm, other) == (expected[0.5], 48)

@@ -99,6 +99,9 @@ HONOURED: dict[str, tuple[Any, str, Any]] = {
     "max_loras": (3, "max_loras", 3),
     "max_cpu_loras": (4, "max_cpu_loras", 4),
     "lora_target_modules": ("q_proj", "lora_target_modules", ["q_proj"]),
+    "lora_eviction": ("cost_aware", "lora_eviction", "cost_aware"),
+    "loader_threads": (3, "loader_threads", 3),
+    "max_deferred_steps": (9, "max_deferred_steps", 9),
     "lora_memory_bytes": (1 << 20, "lora_memory_bytes", 1 << 20),
     "strict_base": (True, "strict_base", True),
 }

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from conftest import ORACLE
-from manylora import hub
+from manylora import LLM, AdapterError, LoRARequest, hub
 from manylora.engine_args import Settings
 from manylora.exceptions import HubError
+
+FIXTURES = Path(__file__).parent / "fixtures"
 
 
 def put(cache: Path, repository: str, folder: Path) -> None:
@@ -198,3 +202,118 @@ def test_hub_errors_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(huggingface_hub, "snapshot_download", raising(kind))
         with pytest.raises(HubError, match=words):
             hub.resolve("owner/name", hub.MODEL_FILES, what="model", revision="v9")
+
+
+def test_gguf_repositories_load_by_hub_id(cache: Path, tmp_path: Path) -> None:
+    one, several = tmp_path / "one", tmp_path / "several"
+    for folder, names in ((one, ["tiny-Q8_0.gguf", "mmproj-tiny.gguf"]), (several, ["m-Q4_0.gguf", "m-Q8_0.gguf"])):
+        folder.mkdir()
+        for name in names:
+            shutil.copy(FIXTURES / "gguf-models" / ("qwen3.gguf" if "Q4" in name else "llama.gguf"), folder / name)
+    put(cache, "tiny/one-GGUF", one)
+    put(cache, "tiny/several-GGUF", several)
+    out = run(
+        cache,
+        """
+        by_path = LLM(sys.argv[1], **settings)
+        ids = ("tiny/one-GGUF", "tiny/several-GGUF:q8_0", "tiny/several-GGUF/m-Q8_0.gguf")
+        for hub_id in ids:
+            by_id = LLM(hub_id, **settings)
+            assert tokens(by_id, None) == tokens(by_path, None)
+            repository = "/".join(hub_id.split(":")[0].split("/")[:2])
+            assert {hub_id, repository} <= set(by_id.llm_engine.core.info().base_names)
+        other = LLM("tiny/several-GGUF:Q4_0", **settings)
+        assert tokens(other, None) != tokens(by_path, None)
+        for wrong in ("tiny/several-GGUF", "tiny/several-GGUF:Q5_K_M", "tiny/absent-GGUF:Q4_0"):
+            try:
+                LLM(wrong, **settings)
+            except HubError as error:
+                print(error)
+        """,
+        str(FIXTURES / "gguf-models" / "llama.gguf"),
+    )
+    undecided, unfitting, absent = out.splitlines()
+    assert undecided == (
+        "model `tiny/several-GGUF` has 2 GGUF files: `m-Q4_0.gguf`, `m-Q8_0.gguf`; say which one, as "
+        "`tiny/several-GGUF/m-Q4_0.gguf` or `tiny/several-GGUF:Q4_K_M`"
+    )
+    assert unfitting.startswith("model `tiny/several-GGUF` has no GGUF file `Q5_K_M`; it has `m-Q4_0.gguf`, ")
+    assert absent.startswith("model `tiny/absent-GGUF` is no local folder and not in the hub cache")
+
+
+@pytest.mark.parametrize(
+    ("files", "wanted", "chosen"),
+    [
+        (["README.md", "m.gguf"], None, "m.gguf"),
+        (["m.gguf", "mmproj-m-f16.gguf", "m.imatrix.gguf"], None, "m.gguf"),
+        (["m-Q4_K.gguf", "m-Q4_K_M.gguf"], "Q4_K", "m-Q4_K.gguf"),
+        (["m-Q4_K_S.gguf", "m.Q4_K_M.gguf"], "q4_k_m", "m.Q4_K_M.gguf"),
+        (["m-IQ4_XS.gguf", "m-Q4_0.gguf"], "IQ4_XS", "m-IQ4_XS.gguf"),
+        (["Q8_0/m.gguf", "Q4_0/m.gguf"], "Q4_0", "Q4_0/m.gguf"),
+        (["Q8_0/m.gguf", "Q4_0/m.gguf"], "Q8_0/m.gguf", "Q8_0/m.gguf"),
+        (["m-Q4_0.gguf", "m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf"], "Q4_0", "m-Q4_0.gguf"),
+    ],
+)  # fmt: skip
+def test_one_gguf_file_is_chosen(files: list[str], wanted: str | None, chosen: str) -> None:
+    assert hub.choose_gguf("o/n", files, wanted) == chosen
+
+
+@pytest.mark.parametrize(
+    ("files", "wanted", "words"),
+    [
+        (["README.md"], "Q4_0", "model `o/n` has no GGUF file"),
+        (["a-Q4_K_S.gguf", "a-Q4_K_M.gguf"], "Q4_K", "no GGUF file `Q4_K`; it has `a-Q4_K_M.gguf`, `a-Q4_K_S.gguf`"),
+        (["a-Q4_0.gguf", "b-Q4_0.gguf"], "Q4_0", "has 2 GGUF files that `Q4_0` fits: `a-Q4_0.gguf`, `b-Q4_0.gguf`"),
+        (["a-00001-of-00002.gguf", "a-00002-of-00002.gguf"], None, "split into several GGUF files"),
+        (["a-Q8_0-00001-of-00002.gguf", "a-Q8_0-00002-of-00002.gguf", "a-Q4_0.gguf"], "Q8_0", "it has `a-Q"),
+        (["a-00001-of-00002.gguf", "a-00002-of-00002.gguf"], "a-00001-of-00002.gguf", "is one part of a model"),
+        (["a.gguf"], "b.gguf", "no GGUF file `b.gguf`; it has `a.gguf`"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_chosen_is_listed(files: list[str], wanted: str | None, words: str) -> None:
+    with pytest.raises(HubError) as caught:
+        hub.choose_gguf("o/n", files, wanted)
+    assert words in str(caught.value)
+
+
+def test_gguf_ids_and_paths_are_told_apart() -> None:
+    for model, repository in (
+        ("o/n:Q4_K_M", "o/n"),
+        ("o/n-GGUF/n-Q4_0.gguf", "o/n-GGUF"),
+        ("o/n/sub/n.gguf", "o/n"),
+        ("o/n", "o/n"),
+        ("./a/b.gguf", "./a/b.gguf"),
+        ("/o/n/file.gguf", "/o/n/file.gguf"),
+    ):
+        assert hub.repository(model) == repository
+
+
+def test_pickled_adapters_of_the_hub_are_refused_as_those_of_folders(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fetched, local = tmp_path / "fetched", tmp_path / "local"
+    for folder in (fetched, local):
+        folder.mkdir()
+        shutil.copy(ORACLE / "llama" / "adapters" / "alpha" / "adapter_config.json", folder)
+    (local / "adapter_model.bin").write_bytes(b"\x80\x04N.")
+    patterns: list[str] = []
+
+    def snapshot_download(_: str, **arguments: Any) -> str:
+        patterns.extend(arguments["allow_patterns"])
+        return str(fetched)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.setattr(
+        "huggingface_hub.list_repo_files", lambda *_, **__: ["adapter_config.json", "adapter_model.bin"]
+    )
+    llm = LLM(str(ORACLE / "llama" / "base"), enable_lora=True, dtype="float32", kv_cache_memory_bytes=1 << 24,
+              use_tqdm_on_load=False)  # fmt: skip
+    refusals = []
+    for path in ("owner/pickled", str(local)):
+        with pytest.raises(AdapterError) as caught:
+            llm.llm_engine.add_lora(LoRARequest("pickled", 1, path))
+        refusals.append(caught.value)
+    for refusal in refusals:
+        assert (refusal.adapter, refusal.keys, refusal.kind) == ("pickled", ["adapter_model.bin"], "invalid")
+    assert refusals[0].reason == refusals[1].reason.replace(str(local), "owner/pickled")
+    assert not any(pattern.endswith((".bin", "*")) for pattern in patterns), "a pickle is not even fetched"

@@ -148,24 +148,33 @@ pub fn model(folder: &Path, shape: &Shape) -> io::Result<()> {
 
 /// Writes a PEFT folder with factors on all linear maps, unless it is there already.
 pub fn adapter(folder: &Path, shape: &Shape, rank: usize, seed: u64) -> io::Result<()> {
+    let all = shape.linears().map(|(name, ..)| short(name));
+    adapter_on(folder, shape, rank, seed, &all)
+}
+
+/// Writes a PEFT folder with factors on the linear maps of these names (`q_proj`), unless it is there already.
+pub fn adapter_on(folder: &Path, shape: &Shape, rank: usize, seed: u64, maps: &[&str]) -> io::Result<()> {
     if folder.join("adapter_config.json").exists() {
         return Ok(());
     }
     fs::create_dir_all(folder)?;
     let mut tensors = Vec::new();
     for layer in 0..shape.layers {
-        for (linear, outputs, inputs) in shape.linears() {
+        for (linear, outputs, inputs) in shape.linears().into_iter().filter(|(name, ..)| maps.contains(&short(name))) {
             let name = format!("base_model.model.model.layers.{layer}.{linear}");
             tensors.push(tensor(format!("{name}.lora_A.weight"), &[rank, inputs], 1.0 / (inputs as f32).sqrt()));
             tensors.push(tensor(format!("{name}.lora_B.weight"), &[outputs, rank], 0.05));
         }
     }
     write(&folder.join("adapter_model.safetensors"), &tensors, seed.wrapping_mul(0x2545_F491_4F6C_DD1D) | 1)?;
-    let targets: Vec<&str> =
-        shape.linears().iter().filter_map(|(name, _, _)| name.split_once('.').map(|(_, name)| name)).collect();
     let config = serde_json::json!({
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": null, "r": rank,
-        "lora_alpha": 2 * rank, "lora_dropout": 0.0, "bias": "none", "target_modules": targets,
+        "lora_alpha": 2 * rank, "lora_dropout": 0.0, "bias": "none", "target_modules": maps,
     });
     fs::write(folder.join("adapter_config.json"), serde_json::to_vec_pretty(&config)?)
+}
+
+/// `q_proj` of `self_attn.q_proj`.
+fn short(linear: &str) -> &str {
+    linear.rsplit('.').next().unwrap_or(linear)
 }

@@ -42,6 +42,6 @@ fuzz_target!(|input: &[u8]| {
         })
         .collect();
     let config = serde_json::from_slice(config).unwrap();
-    let again = PreparedAdapter::from_tensors("fuzz", &config, tensors, &POLICY).unwrap();
+    let again = PreparedAdapter::from_tensors("fuzz", &config, &tensors, &POLICY).unwrap();
     assert_eq!(again.digest, adapter.digest);
 });

@@ -175,7 +175,15 @@ MEMORY = (
     ),
     _honoured("enable_prefix_caching", True, Kind.SWITCH, "keep KV blocks for requests with the same prefix"),
     _honoured("enable_chunked_prefill", True, Kind.SWITCH, "prompts may be split over steps"),
-    _honoured("scheduling_policy", "fcfs", Kind.TEXT, "order of waiting requests", "fcfs", "priority"),
+    _honoured(
+        "scheduling_policy",
+        "fair",
+        Kind.TEXT,
+        "order of waiting requests; fair: each tenant, adapter and the base gets its share of the tokens",
+        "fair",
+        "fcfs",
+        "priority",
+    ),
     _honoured(
         "num_threads", None, Kind.COUNT, "compute threads; None = physical cores within affinity and quota", ours=True
     ),
@@ -253,6 +261,23 @@ LORA = (
     _honoured("lora_target_modules", None, Kind.NAMES, "modules that adapters may touch; None = all"),
     _honoured(
         "lora_memory_bytes", None, Kind.COUNT, "bytes for adapters; None = elastic, shared with the KV cache", ours=True
+    ),
+    _honoured(
+        "lora_eviction",
+        "lru",
+        Kind.TEXT,
+        "which resident adapter goes when room is needed; cost_aware weighs use, size and load time",
+        "lru",
+        "cost_aware",
+        ours=True,
+    ),
+    _honoured("loader_threads", 2, Kind.COUNT, "threads that read adapters", ours=True),
+    _honoured(
+        "max_deferred_steps",
+        256,
+        Kind.COUNT,
+        "steps that max_loras may keep a waiting adapter out before others make room for it",
+        ours=True,
     ),
     _honoured(
         "lora_root",

@@ -2,20 +2,60 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
 from typing import Any
 
 from manylora import _core, hub
 from manylora.engine_args import Settings
-from manylora.exceptions import UnknownAdapterError, ValidationError
+from manylora.exceptions import (
+    AdapterTimeoutError,
+    EngineStoppedError,
+    ManyLoRAError,
+    UnknownAdapterError,
+    ValidationError,
+)
 from manylora.lora.request import LoRARequest
 from manylora.sampling_params import SamplingParams
 
 logger = logging.getLogger("manylora")
+
+# Places per adapter whose content is remembered; the oldest is looked at again when it is named again.
+_PLACES_KEPT = 64
+# Names and ids that a message lists at most.
+_LISTED = 20
+
+
+def read_manifest(path: str | os.PathLike[str]) -> list[tuple[str, int | None, str]]:
+    """Read a JSON list of adapters: objects with `name`, `path` and perhaps `id`. Relative paths are beside the file.
+
+    Raises:
+        ValidationError: the file cannot be read, or an entry has no name or path, or an id that is none.
+
+    """
+    try:
+        entries = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValidationError(f"the manifest `{path}` cannot be read: {error}") from error
+    if not isinstance(entries, list):
+        raise ValidationError(f"the manifest `{path}` must hold a list of objects with `name` and `path`")
+    adapters = []
+    for number, entry in enumerate(entries):
+        name, place, int_id = (entry.get(key) if isinstance(entry, dict) else None for key in ("name", "path", "id"))
+        is_id = int_id is None or (type(int_id) is int and 0 < int_id < 2**63)
+        if not isinstance(name, str) or not isinstance(place, str) or not place or not is_id:
+            raise ValidationError(
+                f"entry {number} of the manifest `{path}` must have a `name`, a `path` and, if anything, a positive "
+                f"integer as `id`: {entry!r:.200}"
+            )
+        beside = Path(path).parent / place
+        adapters.append((name, int_id, str(beside) if beside.exists() else place))
+    return adapters
 
 
 @dataclass
@@ -29,6 +69,7 @@ class Request:
     adapters: list[tuple[str, float]]
     priority: int
     cache_salt: str | None
+    tenant: str | None = None
 
 
 class LLMEngine:
@@ -39,8 +80,10 @@ class LLMEngine:
         self.core = core
         # What the caller called it -> where it was found; a hub id is looked up once.
         self._paths: dict[str, str] = {}
-        # (adapter, path) -> the version that was found there when it was named under this adapter.
-        self._same_content: dict[tuple[str, str], str] = {}
+        # Adapter -> path or tensors -> the version that was found there when it was named under this adapter.
+        self._same_content: dict[str, dict[str, str]] = {}
+        # Id -> adapter that is being unloaded, where waiting for that was given up.
+        self._leaving: dict[int, str] = {}
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter now.
@@ -52,53 +95,169 @@ class LLMEngine:
             AdapterError: it was refused, or its name or id is in use for other content.
 
         """
-        if not self.settings.enable_lora:
-            raise ValidationError(f"Got lora_request {lora_request} but LoRA is not enabled!")
-        record = self.core.load_adapter(
-            lora_request.lora_name,
-            lora_request.lora_int_id,
-            self._path(lora_request.lora_path),
-            lora_request.load_inplace,
-        )
-        for warning in json.loads(record.report).get("warnings", []):
-            logger.warning("adapter `%s`: %s", record.name, warning)
+        self._load(lora_request, lora_request.load_inplace, None)
         return True
 
-    def remove_lora(self, lora_id: int) -> bool:
-        """Unload the adapter with this integer id; requests that run with it finish first.
+    def replace_lora(self, lora_request: LoRARequest, expected_version: str | None = None) -> str:
+        """Let a name stand for other content from now on.
+
+        Requests that run, or were submitted before this returns, finish on the version that the name stood for then. If
+        anything is wrong with the new content, or the name stands for another version than `expected_version` (None =
+        whatever it stands for), nothing changes.
+
+        Returns:
+            The new version: the digest of its tensors and effective configuration.
+
+        Raises:
+            AdapterError: it was refused, or the name stands for another version.
+
+        """
+        return self._load(lora_request, True, expected_version).version or ""
+
+    def register_loras(self, lora_requests: Iterable[LoRARequest] | str | os.PathLike[str]) -> dict[str, ManyLoRAError]:
+        """Register adapters without reading their tensors: each is read when a request first names it.
+
+        Configurations and headers are read and checked, many at once. What only tensors can tell, such as a value that
+        is not finite, fails the requests that name the adapter, and no others.
+
+        Args:
+            lora_requests: adapters by path or hub id, or a JSON file with a list of objects with `name`, `path` and,
+                where requests name them by number, `id`.
+
+        Returns:
+            Those that were refused: name -> why. The others can be named from now on.
+
+        Raises:
+            ValidationError: LoRA is not enabled, the manifest cannot be read, or an adapter is given in memory.
+
+        """
+        if isinstance(lora_requests, (str, os.PathLike)):
+            adapters = read_manifest(lora_requests)
+        else:
+            requests = list(lora_requests)
+            for request in requests:
+                if request.lora_tensors is not None:
+                    raise ValidationError(f"adapter `{request.lora_name}` is given in memory: load it with add_lora")
+            adapters = [(request.lora_name, request.lora_int_id, request.lora_path) for request in requests]
+        if adapters and not self.settings.enable_lora:
+            raise ValidationError("adapters cannot be registered: LoRA is not enabled; set enable_lora=True")
+        refused: dict[str, ManyLoRAError] = {}
+        found = []
+        for name, int_id, path in adapters:
+            try:
+                found.append((name, int_id, self._path(path, name)))
+            except ManyLoRAError as error:
+                refused[name] = error
+        for (name, *_), result in zip(found, self.core.register_adapters(found), strict=True):
+            if isinstance(result, EngineStoppedError):
+                raise result
+            if isinstance(result, ManyLoRAError):
+                refused[name] = result
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                _warn(result)
+        return refused
+
+    def _load(self, lora_request: LoRARequest, replace: bool, expected: str | None) -> _core.AdapterRecord:
+        if not self.settings.enable_lora:
+            raise ValidationError(f"Got lora_request {lora_request} but LoRA is not enabled!")
+        name, int_id = lora_request.lora_name, lora_request.lora_int_id
+        if lora_request.lora_tensors is None:
+            path = self._path(lora_request.lora_path, name)
+            record = self.core.load_adapter(name, int_id, path, replace, expected)
+        else:
+            tensors, config = dict(lora_request.lora_tensors), lora_request.config_json()
+            record = self.core.load_adapter_tensors(name, int_id, tensors, config, replace, expected)
+        _warn(record)
+        return record
+
+    def remove_lora(self, lora_id: int, *, mode: str = "drain", timeout: float | None = None) -> bool:
+        """Unload the adapter with this integer id. New requests for it are refused from the start.
+
+        Args:
+            lora_id: its integer id.
+            mode: `drain` lets requests that run with it finish first, `abort` ends them (`finish_reason` "abort").
+            timeout: seconds to wait for them at most; None = for as long as it takes.
 
         Returns:
             Whether there was one.
 
+        Raises:
+            AdapterTimeoutError: requests still hold it. It takes no new ones and is unloaded when they end; calling
+                this again waits again, or aborts them.
+
         """
-        records = self._by_id(lora_id)
-        removed = False
-        for record in records:
-            # Another thread may have removed it since.
-            with contextlib.suppress(UnknownAdapterError):
-                self.core.unload_adapter(record.name, "drain")
-                removed = True
-            self._same_content = {key: version for key, version in self._same_content.items() if key[0] != record.name}
-        return removed
+        record = self._by_id(lora_id)
+        name = self._leaving.get(lora_id) if record is None else record.name
+        if name is None or (record is None and self.core.adapter(name) is not None):
+            # It is gone, and its name may be another adapter's by now.
+            self._leaving.pop(lora_id, None)
+            return False
+        ids = [lora_id] if record is None else record.int_ids
+        try:
+            self.core.unload_adapter(name, mode, timeout)
+        except (AdapterTimeoutError, KeyboardInterrupt):
+            self._leaving.update(dict.fromkeys(ids, name))
+            raise
+        except UnknownAdapterError:
+            # Another thread has removed it since.
+            return False
+        finally:
+            self._same_content.pop(name, None)
+        for one in ids:
+            self._leaving.pop(one, None)
+        return True
 
     def list_loras(self) -> set[int]:
-        """Return the integer ids of the loaded adapters."""
-        return {int_id for record in self.core.list_adapters() for int_id in record.int_ids}
+        """Return the integer ids of the adapters that requests can name, read or not."""
+        return set(self.core.adapter_ids())
 
     def pin_lora(self, lora_id: int) -> bool:
-        """Keep the adapter with this integer id resident until it is removed.
+        """Keep the adapter with this integer id resident until it is unpinned or removed.
 
         Raises:
             ValidationError: there is none.
             AdapterError: no room may be pinned any more; the message has the numbers.
 
         """
-        records = self._by_id(lora_id)
-        if not records:
-            raise ValidationError(f"no adapter has the id {lora_id}; loaded ids: {sorted(self.list_loras())}")
-        for record in records:
-            self.core.pin_adapter(record.name, True)
+        record = self._by_id(lora_id)
+        if record is None:
+            ids = sorted(self.list_loras())
+            listed = ", ".join(map(str, ids[:_LISTED])) + (", ..." if len(ids) > _LISTED else "")
+            raise ValidationError(f"no adapter has the id {lora_id}; loaded ids: {listed or 'none'}")
+        self.core.pin_adapter(record.name, True)
         return True
+
+    def unpin_lora(self, lora_id: int) -> bool:
+        """Allow the adapter with this integer id to be evicted again; whether there was one."""
+        record = self._by_id(lora_id)
+        if record is not None:
+            self.core.pin_adapter(record.name, False)
+        return record is not None
+
+    def set_weight(self, weight: float, *, adapter: str | None = None, tenant: str | None = None) -> None:
+        """Give requests a larger or smaller share of the service, under `scheduling_policy="fair"`.
+
+        While several tenants, adapters and the base have requests waiting, the tokens they get are in the ratio of
+        their weights: prompt tokens count once, generated ones twice. Whoever was given no weight has 1.
+
+        Args:
+            weight: positive; 2 is twice the share of those with 1.
+            adapter: name of the adapter whose requests it is for. An adapter's weight goes when it is removed.
+            tenant: the tenant whose requests it is for, as in the prompt's key `tenant`; it need not be known yet.
+                Neither adapter nor tenant: requests for the base.
+
+        Raises:
+            UnknownAdapterError: there is no adapter of this name.
+            ValidationError: the weight is not positive and finite, or adapter and tenant are both given.
+
+        """
+        if isinstance(weight, bool) or not isinstance(weight, Real):
+            raise ValidationError(f"weight must be a number, got {weight!r}")
+        if tenant is not None and (not isinstance(tenant, str) or not tenant):
+            raise ValidationError(f"tenant must be a non-empty string, got {tenant!r}")
+        self.core.set_weight(adapter, tenant, float(weight))
 
     def ensure_all(self, lora_requests: Sequence[LoRARequest | None]) -> list[list[tuple[str, float]]]:
         """Load the adapters of requests unless exactly they are loaded.
@@ -111,50 +270,65 @@ class LLMEngine:
 
         """
         # Each distinct request once: `load_inplace` means one replacement, not one per prompt or step.
-        names: dict[tuple[str, int, str, bool], str] = {}
+        names: dict[tuple[str, int, str, str, bool], str] = {}
         adapters: list[list[tuple[str, float]]] = []
         for lora in lora_requests:
             if lora is None:
                 adapters.append([])
                 continue
-            key = (lora.lora_name, lora.lora_int_id, lora.lora_path, lora.load_inplace)
+            key = (lora.lora_name, lora.lora_int_id, lora.lora_path, lora._tensors_id, lora.load_inplace)
             if key not in names:
                 names[key] = self._ensure(lora)
-            adapters.append([(names[key], 1.0)])
+            adapters.append([(names[key], lora.scale)])
         return adapters
 
     def _ensure(self, lora_request: LoRARequest) -> str:
         if not self.settings.enable_lora:
             raise ValidationError(f"Got lora_request {lora_request} but LoRA is not enabled!")
+        # Where the content is: nothing is read again while it is the same place.
+        place = lora_request._tensors_id or self._path(lora_request.lora_path, lora_request.lora_name)
+        name, int_id = lora_request.lora_name, lora_request.lora_int_id
         if not lora_request.load_inplace:
-            path = self._path(lora_request.lora_path)
-            for record in self.core.list_adapters():
-                if record.name != lora_request.lora_name or lora_request.lora_int_id not in record.int_ids:
-                    continue
-                if record.path == path or self._same_content.get((record.name, path)) == record.version:
-                    return record.name
-        self.add_lora(lora_request)
-        for record in self.core.list_adapters():
-            if record.name == lora_request.lora_name:
-                # Another path with the same content is read once, not at every call.
-                self._same_content[record.name, self._path(lora_request.lora_path)] = record.version
-        return lora_request.lora_name
+            record = self.core.adapter(name)
+            known = self._same_content.get(name, {}).get(place)
+            if record is not None and (record.path == place or (known is not None and known == record.version)):
+                if int_id in record.int_ids:
+                    return name
+                if record.path == place:
+                    # A further id for what is there; nothing is read for it.
+                    (result,) = self.core.register_adapters([(name, int_id, place)])
+                    if isinstance(result, BaseException):
+                        raise result
+                    return name
+        record = self._load(lora_request, lora_request.load_inplace, None)
+        # Another place with the same content is read once, not at every call.
+        if record.version is not None:
+            places = self._same_content.setdefault(name, {})
+            places[place] = record.version
+            while len(places) > _PLACES_KEPT:
+                places.pop(next(iter(places)), None)
+        return name
 
     def stats(self) -> dict[str, Any]:
         """Return counters and levels of the scheduler, the KV cache and the adapter shelf."""
         stats: dict[str, Any] = json.loads(self.core.stats())
         return stats
 
-    def _by_id(self, lora_id: int) -> list[_core.AdapterRecord]:
-        # One content may be loaded under several names with one id.
-        return [record for record in self.core.list_adapters() if lora_id in record.int_ids]
+    def _by_id(self, lora_id: int) -> _core.AdapterRecord | None:
+        # One id leads to one adapter; what cannot be an id leads to none.
+        return self.core.adapter_of_id(lora_id) if 0 < lora_id < 2**63 else None
 
-    def _path(self, path: str) -> str:
+    def _path(self, path: str, name: str) -> str:
         if path not in self._paths:
             local = hub.local_path(path)
-            found = local or hub.resolve(path, hub.ADAPTER_FILES, what="adapter", token=self.settings.hf_token)
+            found = local or hub.resolve_adapter(path, name, token=self.settings.hf_token)
             if local is not None or not found.exists():
                 # Local paths are looked at every time: the working folder and what lies there can change.
                 return str(found)
             self._paths[path] = str(found)
         return self._paths[path]
+
+
+def _warn(record: _core.AdapterRecord) -> None:
+    for warning in record.warnings:
+        logger.warning("adapter `%s`: %s", record.name, warning)

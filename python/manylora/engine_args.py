@@ -22,8 +22,8 @@ logger = logging.getLogger("manylora")
 _NATIVE = (
     "skip_tokenizer_init", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
     "kv_cache_memory_bytes", "enable_prefix_caching", "enable_chunked_prefill", "scheduling_policy", "enable_lora",
-    "max_lora_rank", "max_loras", "max_cpu_loras", "lora_memory_bytes", "strict_base", "max_logprobs", "logprobs_mode",
-    "seed", "num_threads", "pin_threads",
+    "max_lora_rank", "max_loras", "max_cpu_loras", "lora_eviction", "lora_memory_bytes", "strict_base", "max_logprobs",
+    "logprobs_mode", "seed", "num_threads", "pin_threads", "loader_threads", "max_deferred_steps",
 )  # fmt: skip
 
 
@@ -78,13 +78,17 @@ class Settings:
         """Resolve paths and hub ids, and return the dictionary that the native engine reads."""
         given: Any = self
         fetch = {"token": self.hf_token, "cache_dir": given.download_dir}
-        model = hub.resolve(self.model, hub.MODEL_FILES, what="model", revision=given.revision, **fetch)
+        model = hub.resolve_model(self.model, revision=given.revision, **fetch)
         tokenizer = given.tokenizer and hub.resolve(
             given.tokenizer, hub.TOKENIZER_FILES, what="tokenizer", revision=given.tokenizer_revision, **fetch
         )
         values = {
             "model": str(model),
-            "model_names": [self.model.rstrip("/"), *(given.served_model_name or [])],
+            # The repository too, where the id names one file of it.
+            "model_names": [
+                *dict.fromkeys([self.model.rstrip("/"), hub.repository(self.model.rstrip("/"))]),
+                *(given.served_model_name or []),
+            ],
             "tokenizer": tokenizer and str(tokenizer),
             "chat_template": _template(given.chat_template),
             "dtype": given.dtype,

@@ -29,7 +29,7 @@ class AdapterError(ManyLoRAError):
         keys: the offending tensor or configuration keys (the first few when there are many).
         reason: what is wrong, with the values, and what to do.
         report: the load report as far as it came, or None.
-        kind: `invalid`, `not_found`, `forbidden`, `conflict` or `operation`.
+        kind: `invalid`, `not_found`, `forbidden`, `conflict`, `operation` or `timeout`.
 
     """
 
@@ -56,6 +56,10 @@ class AdapterNotFoundError(AdapterError, FileNotFoundError):
 
 class AdapterConflictError(AdapterError, ValueError):
     """The name or integer id is in use for other content."""
+
+
+class AdapterTimeoutError(AdapterError, TimeoutError):
+    """Requests still hold the adapter; it goes on leaving as they end."""
 
 
 class RequestError(ManyLoRAError):
@@ -89,6 +93,10 @@ class EngineStoppedError(ManyLoRAError, RuntimeError):
 
 def refused(adapter: str, keys: list[str], reason: str, report: str | None, kind: str) -> AdapterError:
     """Make the exception of a refused adapter; called by the native module."""
-    classes: dict[str, type[AdapterError]] = {"not_found": AdapterNotFoundError, "conflict": AdapterConflictError}
+    classes: dict[str, type[AdapterError]] = {
+        "not_found": AdapterNotFoundError,
+        "conflict": AdapterConflictError,
+        "timeout": AdapterTimeoutError,
+    }
     parsed = json.loads(report) if report else None
     return classes.get(kind, AdapterError)(adapter, keys, reason, parsed, kind)

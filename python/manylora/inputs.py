@@ -7,6 +7,7 @@ from typing import TypedDict
 
 class _Prompt(TypedDict, total=False):
     cache_salt: str
+    tenant: str
 
 
 class TextPrompt(_Prompt):

@@ -59,7 +59,8 @@ class LLM:
         self._closed = False
         info = core.info()
         blocks = f"{info.kv_blocks} KV blocks of {info.block_size} tokens"
-        start = f"{info.backend}; {_bytes(info.ledger_bytes)} for {blocks} and for adapters"
+        working = f"{_bytes(info.working_bytes)} of working memory"
+        start = f"{info.backend}; {working}; {_bytes(info.ledger_bytes)} for {blocks} and for adapters"
         logger.info("%s; max_model_len %s", start, info.max_model_len)
         # A lowered context, what dequantizing takes: seen without asking.
         for note in info.notes:
@@ -98,7 +99,9 @@ class LLM:
         """Run prompts in one continuous batch, each with its own adapter or with none.
 
         Args:
-            prompts: text, token ids, or a dictionary with `prompt` or `prompt_token_ids` (and `cache_salt`); or a list.
+            prompts: text, token ids, or a dictionary with `prompt` or `prompt_token_ids`; or a list of these. Further
+                keys of a dictionary: `cache_salt` keeps its KV blocks apart from others', and `tenant` says whose share
+                of a fair service it takes (otherwise its adapter's, or the base's).
             sampling_params: one for all, or one per prompt; None is the model's default.
             use_tqdm: whether (or by which class) progress is shown.
             lora_request: one adapter for all, a list with one (or None = base) per prompt, or None.
@@ -275,14 +278,14 @@ class LLM:
 
         Returns:
             version, rank, scale and effect per module, matched keys, ignored and refused keys with reasons, bytes.
+            Version and effects are None while an adapter that is registered to be read on demand was not read yet.
+
+        Raises:
+            UnknownAdapterError: there is none of this name.
 
         """
-        for record in self._core.list_adapters():
-            if record.name == name:
-                report: dict[str, Any] = json.loads(record.report)
-                return report
-        names = [record.name for record in self._core.list_adapters()]
-        raise ValidationError(f"adapter `{name}` is not loaded; loaded: {', '.join(names) or 'none'}")
+        report: dict[str, Any] = json.loads(self._core.load_report(name))
+        return report
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; False if running requests still use some."""
@@ -389,7 +392,16 @@ class LLM:
                 raise ValidationError(f"lora_request must be LoRARequest or None, got {type(lora).__name__}")
         adapters = self.llm_engine.ensure_all(loras)
         requests = [
-            Request(prompt.text, special, prompt.token_ids, params[i], adapters[i], priorities[i], prompt.cache_salt)
+            Request(
+                prompt.text,
+                special,
+                prompt.token_ids,
+                params[i],
+                adapters[i],
+                priorities[i],
+                prompt.cache_salt,
+                prompt.tenant,
+            )
             for i, prompt in enumerate(prompts)
         ]
         try:

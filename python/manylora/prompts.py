@@ -12,18 +12,19 @@ from typing import Any
 from manylora.exceptions import ValidationError
 
 # Keys of a prompt dictionary.
-KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+KEYS = ("prompt", "prompt_token_ids", "cache_salt", "tenant")
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 @dataclass
 class ParsedPrompt:
-    """A prompt as text or as token ids (which win when there are both), and what keeps its KV blocks apart."""
+    """A prompt as text or as token ids (which win if there are both), what keeps its KV blocks apart, and who asks."""
 
     text: str | None = None
     token_ids: list[int] | None = None
     cache_salt: str | None = None
+    tenant: str | None = None
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
@@ -57,9 +58,7 @@ def parse(prompt: Any) -> ParsedPrompt:
                 raise ValidationError(
                     f"prompts with `{key}` are not supported: models are text-only; the keys are {', '.join(KEYS)}"
                 )
-        salt = prompt.get("cache_salt")
-        if salt is not None and (not isinstance(salt, str) or not salt):
-            raise ValidationError(f"cache_salt must be a non-empty string, got {salt!r}")
+        salt, tenant = (_label(prompt, key) for key in ("cache_salt", "tenant"))
         text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if text is not None and not isinstance(text, str):
             raise ValidationError(f"`prompt` of a prompt dictionary must be text, got {type(text).__name__}")
@@ -67,10 +66,17 @@ def parse(prompt: Any) -> ParsedPrompt:
             raise ValidationError(
                 f"a prompt dictionary needs `prompt` or `prompt_token_ids`, got keys {sorted(prompt)}"
             )
-        return ParsedPrompt(text, None if token_ids is None else _tokens(token_ids), salt)
+        return ParsedPrompt(text, None if token_ids is None else _tokens(token_ids), salt, tenant)
     if isinstance(prompt, Iterable) and not isinstance(prompt, bytes):
         return ParsedPrompt(token_ids=_tokens(prompt))
     raise ValidationError(f"a prompt must be text, token ids or a dictionary, got {type(prompt).__name__}")
+
+
+def _label(prompt: Mapping[str, Any], key: str) -> str | None:
+    value = prompt.get(key)
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ValidationError(f"{key} must be a non-empty string, got {value!r}")
+    return value
 
 
 def _tokens(values: Any) -> list[int]:

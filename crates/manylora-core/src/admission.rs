@@ -1,40 +1,41 @@
-//! Who may start: arrival, the order of loads, the cap on distinct adapters, and the bound on waiting for it.
+//! Who may start: arrival, the cap on distinct adapters, and the bound on waiting for it.
 //!
-//! The queue is scanned in its order (preempted requests, then priority, then arrival). Base requests need no adapter and
-//! are always admissible. A request whose adapter is not resident, or would make more distinct adapters than
+//! Preempted requests come first, then the queue in its order (`queue`). Base requests need no adapter and are always
+//! admissible. A request whose adapter is not resident, or would make more distinct adapters than
 //! `min(max_loras, max_cpu_loras)`, is passed over; those behind it are not held up. A request that lacks KV blocks or
 //! rows stops the scan, so that large ones are not overtaken for ever. Adapters of admitted requests count while they
 //! prefill and while they are preempted.
 //!
 //! # The bound (promise P5)
 //!
-//! Passing over without end would starve. A request is *deferred* from the first step at which its turn comes and the cap,
-//! or lack of room for its adapter, keeps it out. Once that is `max_deferred_steps` steps ago, admission is closed to every fresh request
-//! of its priority or a lower one that brings adapters other than its own; if its load lacks KV blocks, they are saved for
-//! it. What runs drains, at the latest when every sequence that runs now has reached its length, and the request is next.
-//! So it waits at most `max_deferred_steps` steps, plus the steps that the running sequences need to end (at most
-//! `max_model_len` decode steps), plus its own load; if several are overdue they are served one after the other, oldest
-//! first. Base requests and those of running adapters that the overdue request shares keep being admitted. Under
-//! [`SchedulingPolicy::Priority`](crate::SchedulingPolicy) higher priorities are never closed: overtaking is their point.
+//! Passing over without end would starve. A lane (requests of one client with the same adapters) is *deferred* from the
+//! first step in which a request behind its first one is admitted, or the queue is worked off, while the cap, or lack of
+//! room for its adapter, keeps it out. Once that is `max_deferred_steps` steps ago it is *overdue*: admission is closed to
+//! every fresh request with adapters of its priority or a lower one, but for its own lane, and its load is the next to get
+//! room; if that lacks KV blocks, they are saved for it. What runs drains, at the latest when every sequence that runs now
+//! has reached its length, and the lane's first request is next. So it waits, from its turn on, at most
+//! `max_deferred_steps` steps, plus the steps that the running sequences need to end (at most `max_model_len` decode
+//! steps), plus its own load. If several are overdue they are served one after the other, the longest deferred first.
+//! This holds under every policy. Base requests keep being admitted, as do requests of superseded versions (there are
+//! finitely many, and only they make room by ending). Admission is not closed while an overdue lane's load is under way.
+//! Under [`SchedulingPolicy::Priority`](crate::SchedulingPolicy) higher priorities are never closed: overtaking is their
+//! point. Loads that lack room are tried in the queue's order, the first sixteen in each step: a lane's clock can start
+//! once fewer than that are ahead of it.
 
 use std::collections::HashSet;
 use std::ops::Bound;
 
 use crate::config::SchedulingPolicy;
-use crate::event::{Effect, FailureReason, NewRequest};
+use crate::event::{Client, Effect, FailureReason, NewRequest};
+use crate::fairness::AccountIndex;
 use crate::identity::RegistrationId;
-use crate::memory::{Memory, Shortage};
+use crate::memory::Memory;
+use crate::order::Order;
 use crate::plan::StepPlan;
-use crate::request::{Phase, QueueKey, Request, RequestAdapter, RequestIndex};
+use crate::queue::{Class, LaneAdapter, LaneIndex};
+use crate::request::{Phase, Request, RequestAdapter, RequestIndex};
 use crate::scheduler::{Flight, Scheduler};
-use crate::shelf::Victims;
-
-/// What became of a look at a waiting request.
-enum Look {
-    Admitted { rows: usize },
-    PassedOver,
-    NoRoom,
-}
+use crate::shelf::Stale;
 
 impl Scheduler {
     /// A request arrives.
@@ -46,6 +47,7 @@ impl Scheduler {
             effects.push(Effect::RequestFailed { request: new.id, reason });
             return;
         }
+        self.sync(memory, effects);
         let adapters: Vec<_> = new
             .adapters
             .iter()
@@ -54,31 +56,42 @@ impl Scheduler {
                 registration: adapter.registration,
                 scale: adapter.scale,
                 first_active: adapter.first_active,
-                version: None,
+                version: memory.shelf.version_of(adapter.registration),
             })
             .collect();
         for adapter in &adapters {
+            if let Some(version) = adapter.version {
+                memory.shelf.lease(version);
+            }
             if let Some(registration) = memory.shelf.registrations.get_mut(&adapter.registration) {
                 registration.holders += 1;
             }
         }
+        let priority = if self.config.policy == SchedulingPolicy::Priority { new.priority } else { 0 };
+        let client = self.client(new.tenant, adapters.first(), memory);
+        let lane_adapters = adapters
+            .iter()
+            .map(|adapter| LaneAdapter { registration: adapter.registration, version: adapter.version })
+            .collect();
         let prompt_length = new.prompt.len();
         let room = self.config.max_model_len.saturating_sub(prompt_length).max(1);
         self.arrivals += 1;
+        let id = new.id;
         let index = self.requests.insert(Request {
-            id: new.id,
+            id,
             phase: Phase::Waiting,
             tokens: new.prompt,
             prompt_length,
             length_limit: prompt_length + new.max_tokens.min(room),
-            priority: if self.config.policy == SchedulingPolicy::Priority { new.priority } else { 0 },
+            priority,
             arrival: self.arrivals,
+            account: AccountIndex::default(),
+            lane: LaneIndex::default(),
             cache_salt: new.cache_salt,
             adapters,
             read_prefix_cache: new.read_prefix_cache && !new.all_prompt_logits,
             all_prompt_logits: new.all_prompt_logits,
             announced: false,
-            deferred_since: None,
             blocks: Vec::new(),
             hashes: Vec::new(),
             named: 0,
@@ -93,21 +106,37 @@ impl Scheduler {
             prompt_done: false,
             planned_step: 0,
         });
-        let key = self.requests[index].key(index);
-        self.waiting.insert(key);
-        self.bind(index, memory, effects);
-        if self.requests[index].announced {
-            return;
-        }
-        self.loads_stale = true;
-        if self.deferred.is_empty() {
-            // Nobody waits for room: the load need not wait for the next scan.
-            for adapter in &self.requests[index].adapters {
-                if !memory.is_coming(adapter.registration) {
-                    let _ = memory.order_load(adapter.registration, Victims::Idle, effects);
+        let lane = self.queue.push((self.arrivals, index), priority, client, lane_adapters, &memory.shelf);
+        let request = &mut self.requests[index];
+        request.lane = lane;
+        request.account = self.queue.lane(lane).account;
+        match self.queue.lane(lane).class {
+            Class::Base | Class::Ready { .. } => {
+                request.announced = true;
+                effects.push(Effect::LeaseBound(id));
+            }
+            Class::Coming => {}
+            Class::Cold => {
+                self.loads_stale = true;
+                // Unless others wait for room, the load need not wait for the next step.
+                if self.blocked.is_empty() {
+                    self.order_loads(memory, effects);
                 }
             }
         }
+    }
+
+    /// Who is charged for a request.
+    fn client(&self, tenant: Option<String>, adapter: Option<&RequestAdapter>, memory: &Memory) -> Option<Client> {
+        if self.config.policy != SchedulingPolicy::Fair {
+            return None;
+        }
+        let line = adapter.and_then(|adapter| memory.shelf.registrations.get(&adapter.registration));
+        Some(match (tenant, line) {
+            (Some(tenant), _) => Client::Tenant(tenant),
+            (None, Some(registration)) => Client::Adapter(registration.line),
+            (None, None) => Client::Base,
+        })
     }
 
     fn check_request(&self, new: &NewRequest, memory: &Memory) -> Result<(), FailureReason> {
@@ -131,152 +160,57 @@ impl Scheduler {
         if distinct.is_empty() {
             return Ok(());
         }
-        memory.can_ever_fit(active).map_err(FailureReason::AdapterLoad)
+        memory.can_ever_fit(&active).map_err(FailureReason::AdapterLoad)
     }
 
-    /// Takes leases on the versions that are known by now, and says so once all are resident.
-    pub(crate) fn bind(&mut self, index: RequestIndex, memory: &mut Memory, effects: &mut Vec<Effect>) {
-        let request = &mut self.requests[index];
-        for adapter in &mut request.adapters {
-            if adapter.version.is_none() {
-                adapter.version = memory.shelf.version_of(adapter.registration);
-                if let Some(version) = adapter.version {
-                    memory.shelf.version_mut(version).leases += 1;
-                }
+    /// Brings the queue up to date with the shelf: takes leases on versions that were read, sorts lanes into the classes
+    /// where they belong now, says which requests are bound, and forgets the accounts of lines that ended.
+    pub(crate) fn sync(&mut self, memory: &mut Memory, effects: &mut Vec<Effect>) {
+        let mut ready: Vec<LaneIndex> = Vec::new();
+        while !memory.shelf.stale.is_empty() {
+            for stale in std::mem::take(&mut memory.shelf.stale) {
+                let lanes: Vec<_> = match stale {
+                    Stale::Version(version) => self.queue.lanes_of_version(version).collect(),
+                    Stale::Registration(id) => self.bind_lanes(id, memory),
+                };
+                memory.looks += lanes.len() as u64;
+                ready.extend(lanes.into_iter().filter(|&lane| self.queue.refresh(lane, &memory.shelf)));
             }
         }
-        if !request.announced && request.is_ready(&memory.shelf) {
+        for line in memory.shelf.ended_lines.drain(..) {
+            self.queue.accounts.forget_line(line);
+        }
+        if ready.is_empty() {
+            return;
+        }
+        let waiting = ready.iter().flat_map(|&lane| self.queue.lane(lane).requests.iter().copied());
+        let mut bound: Vec<_> = waiting.filter(|&(_, index)| !self.requests[index].announced).collect();
+        bound.sort_unstable();
+        bound.dedup();
+        for (_, index) in bound {
+            let request = &mut self.requests[index];
             request.announced = true;
             effects.push(Effect::LeaseBound(request.id));
         }
     }
 
-    /// Binds every waiting request, in the queue's order.
-    pub(crate) fn bind_all(&mut self, memory: &mut Memory, effects: &mut Vec<Effect>) {
-        let mut key = self.waiting.first().copied();
-        while let Some(now) = key {
-            if !self.requests[now.index].announced {
-                self.bind(now.index, memory, effects);
-            }
-            key = self.after(&now);
-        }
-    }
-
-    fn after(&self, key: &QueueKey) -> Option<QueueKey> {
-        self.waiting.range((Bound::Excluded(*key), Bound::Unbounded)).next().copied()
-    }
-
-    /// The request whose bound on waiting has passed and whose turn it therefore is.
-    fn overdue(&self) -> Option<RequestIndex> {
-        let age = self.config.max_deferred_steps;
-        let mut deferred = self.deferred.iter();
-        deferred.find(|(_, since, ..)| self.next_step >= since.saturating_add(age)).map(|&(.., index)| index)
-    }
-
-    fn defer(&mut self, index: RequestIndex) {
-        let step = self.next_step;
-        let request = &mut self.requests[index];
-        if request.deferred_since.is_none() {
-            request.deferred_since = Some(step);
-            self.deferred.insert((request.priority, step, request.arrival, index));
-        }
-    }
-
-    pub(crate) fn stop_deferring(&mut self, index: RequestIndex) {
-        let request = &mut self.requests[index];
-        if let Some(since) = request.deferred_since.take() {
-            self.deferred.remove(&(request.priority, since, request.arrival, index));
-        }
-    }
-
-    /// Orders the loads that waiting requests need, then those that were asked for ahead of any request.
-    ///
-    /// A load may evict what nobody holds, then what only requests further back hold. Requests whose adapters can never
-    /// fit (any more) fail.
-    pub(crate) fn order_loads(&mut self, memory: &mut Memory, effects: &mut Vec<Effect>) {
-        let idle = self.waiting.is_empty() && memory.shelf.wanted.is_empty();
-        if idle || (!self.loads_stale && self.blocked_loads == 0) {
-            self.saving_for = None;
-            return;
-        }
-        self.loads_stale = false;
-        self.blocked_loads = 0;
-        self.saving_for = None;
-        self.scan += 1;
-        let overdue = self.overdue();
-        let mut lost = Vec::new();
-        let mut waits_for_room = false;
-        if let Some(index) = overdue {
-            waits_for_room = !self.order_loads_of(index, memory, effects, &mut lost, true);
-        }
-        let mut key = self.waiting.first().copied().filter(|_| !waits_for_room);
-        while let Some(now) = key {
-            if Some(now.index) != overdue {
-                self.order_loads_of(now.index, memory, effects, &mut lost, false);
-            }
-            key = self.after(&now);
-        }
-        for (index, message) in lost {
-            self.fail(index, FailureReason::AdapterLoad(message), memory, effects);
-        }
-        if !waits_for_room {
-            self.prefetch(memory, effects);
-        }
-    }
-
-    fn order_loads_of(
-        &mut self,
-        index: RequestIndex,
-        memory: &mut Memory,
-        effects: &mut Vec<Effect>,
-        lost: &mut Vec<(RequestIndex, String)>,
-        overdue: bool,
-    ) -> bool {
-        let request = &self.requests[index];
-        if request.phase == Phase::Preempted {
-            return true;
-        }
-        for version in request.adapters.iter().filter_map(|adapter| adapter.version) {
-            memory.shelf.version_mut(version).protected = self.scan;
-        }
-        let mut shortage = None;
-        for adapter in &request.adapters {
-            let id = adapter.registration;
-            let resident = adapter.version.is_some_and(|version| memory.shelf.version(version).is_resident());
-            if resident || memory.is_coming(id) {
-                continue;
-            }
-            if let Err(message) = memory.can_ever_fit(request.adapters.iter().map(|adapter| adapter.registration)) {
-                lost.push((index, message));
-                return true;
-            }
-            shortage = shortage.or(memory.order_load(id, Victims::Queued { scan: self.scan }, effects).err());
-        }
-        let Some(shortage) = shortage else { return true };
-        self.blocked_loads += 1;
-        self.defer(index);
-        if let (Shortage::Blocks(adapter_bytes), true) = (shortage, overdue) {
-            self.saving_for = Some(adapter_bytes);
-        }
-        false
-    }
-
-    /// Orders the loads of what is wanted without a request; what nobody holds may go for it.
-    fn prefetch(&mut self, memory: &mut Memory, effects: &mut Vec<Effect>) {
-        let mut next = memory.shelf.wanted.first().copied();
-        while let Some(id) = next {
-            if !memory.is_coming(id) {
-                if let Err(message) = memory.can_ever_fit(std::iter::once(id)) {
-                    memory.shelf.wanted.remove(&id);
-                    memory.shelf.set_pinned(id, false);
-                    effects.push(Effect::RegistrationFailed { registration: id, message });
-                } else if memory.order_load(id, Victims::Idle, effects).is_err() {
-                    self.blocked_loads += 1;
-                    return;
+    /// Lanes that name a registration; those that waited for its first read are bound to what was found.
+    fn bind_lanes(&mut self, id: RegistrationId, memory: &mut Memory) -> Vec<LaneIndex> {
+        let mut lanes: Vec<_> = self.queue.lanes_of_registration(id).collect();
+        let Some(version) = memory.shelf.version_of(id) else { return lanes };
+        for &lane in &lanes {
+            self.queue.bind(lane, id, version);
+            for &(_, index) in &self.queue.lane(lane).requests {
+                for adapter in self.requests[index].adapters.iter_mut().filter(|one| one.registration == id) {
+                    adapter.version = Some(version);
+                    memory.shelf.lease(version);
                 }
             }
-            next = memory.shelf.wanted.range((Bound::Excluded(id), Bound::Unbounded)).next().copied();
         }
+        lanes.extend(self.queue.lanes_of_version(version));
+        lanes.sort_unstable();
+        lanes.dedup();
+        lanes
     }
 
     /// Admits waiting requests into the step, as far as `budget` rows go.
@@ -288,72 +222,85 @@ impl Scheduler {
         plan: &mut StepPlan,
         flight: &mut Flight,
     ) {
-        let overdue = self.overdue();
-        let mut key = self.waiting.first().copied();
-        while let Some(now) = key {
-            if budget == 0 || self.running.len() >= self.config.max_num_seqs {
-                return;
-            }
-            key = self.after(&now);
-            match self.look(now, budget, overdue, memory, effects) {
-                Look::Admitted { rows } => {
-                    budget -= rows;
-                    self.put(now.index, rows, memory, plan, flight);
-                }
-                Look::PassedOver => {}
-                Look::NoRoom => return,
-            }
+        let has_room =
+            |scheduler: &Self, budget: usize| budget > 0 && scheduler.running.len() < scheduler.config.max_num_seqs;
+        if !has_room(self, budget) || (self.queue.len() == 0 && self.preempted.is_empty()) {
+            return;
         }
-    }
-
-    fn look(
-        &mut self,
-        key: QueueKey,
-        budget: usize,
-        overdue: Option<RequestIndex>,
-        memory: &mut Memory,
-        effects: &mut Vec<Effect>,
-    ) -> Look {
-        let index = key.index;
-        let request = &self.requests[index];
-        if request.in_flight > 0 || !request.is_ready(&memory.shelf) {
-            return Look::PassedOver;
-        }
-        if request.phase == Phase::Waiting && !request.adapters.is_empty() {
-            let closed = overdue.filter(|&overdue| overdue != index).map(|overdue| &self.requests[overdue]);
-            let closed =
-                closed.is_some_and(|overdue| request.priority >= overdue.priority && !request.adapters_within(overdue));
-            if closed || memory.shelf.active_count + self.new_versions(index, memory) > self.adapter_cap {
-                self.defer(index);
-                return Look::PassedOver;
+        self.sync(memory, effects);
+        let mut seen = None;
+        let mut end = Order::FIRST;
+        loop {
+            if !has_room(self, budget) {
+                break;
             }
-        }
-        match self.take_start(index, budget, memory, effects) {
-            0 => Look::NoRoom,
-            rows => {
-                self.stop_deferring(index);
-                self.waiting.remove(&key);
-                if key.fresh {
-                    for adapter in 0..self.requests[index].adapters.len() {
-                        if let Some(version) = self.requests[index].adapters[adapter].version {
-                            memory.shelf.activate(version);
-                        }
+            memory.looks += 1;
+            self.queue.settle();
+            let free = self.adapter_cap.saturating_sub(memory.shelf.active_count);
+            let fresh = self.queue.next(free, self.closing(memory));
+            let after = seen.map_or(Bound::Unbounded, Bound::Excluded);
+            let preempted = self.preempted.range((after, Bound::Unbounded)).next().copied();
+            let preempted = preempted.filter(|&(priority, arrival, _)| {
+                fresh.is_none_or(|(order, _)| Order::preempted(priority, arrival) < order)
+            });
+            let (order, index, lane) = match (preempted, fresh) {
+                (Some(key @ (priority, arrival, index)), _) => {
+                    seen = Some(key);
+                    if self.requests[index].in_flight > 0 {
+                        continue;
                     }
+                    (Order::preempted(priority, arrival), index, None)
                 }
-                self.start(index);
-                Look::Admitted { rows }
+                (None, Some((order, lane))) => {
+                    let Some(&(_, index)) = self.queue.lane(lane).requests.first() else { break };
+                    (order, index, Some(lane))
+                }
+                (None, None) => {
+                    end = Order::LAST;
+                    break;
+                }
+            };
+            end = order;
+            let rows = self.take_start(index, budget, memory, effects);
+            if rows == 0 {
+                break;
             }
+            budget -= rows;
+            if let Some(lane) = lane {
+                self.leave_queue(index, lane, memory);
+            } else {
+                let request = &self.requests[index];
+                self.preempted.remove(&(request.priority, request.arrival, index));
+            }
+            self.start(index);
+            self.put(index, rows, memory, plan, flight);
+            self.sync(memory, effects);
+        }
+        self.defer_passed(end, memory);
+    }
+
+    /// A fresh request is admitted: its adapters become active and its client pays for the prompt.
+    fn leave_queue(&mut self, index: RequestIndex, lane: LaneIndex, memory: &mut Memory) {
+        let request = &self.requests[index];
+        self.queue.remove(lane, (request.arrival, index), true);
+        self.queue.accounts.charge_prompt(request.account, request.prompt_length);
+        for version in request.adapters.iter().filter_map(|adapter| adapter.version) {
+            memory.shelf.activate(version);
         }
     }
 
-    /// Distinct versions that the request would add to the active ones.
-    fn new_versions(&self, index: RequestIndex, memory: &Memory) -> usize {
-        let adapters = &self.requests[index].adapters;
-        let versions = || adapters.iter().filter_map(|adapter| adapter.version);
-        let new = versions().enumerate().filter(|&(position, version)| {
-            memory.shelf.version(version).active == 0 && !versions().take(position).any(|earlier| earlier == version)
-        });
-        new.count()
+    /// Starts the clocks of those ahead of `end` that were kept out.
+    fn defer_passed(&mut self, end: Order, memory: &Memory) {
+        let free = self.adapter_cap.saturating_sub(memory.shelf.active_count);
+        let closing = self.closing(memory);
+        let step = self.next_step;
+        self.queue.defer_passed(end, free, closing, step);
+        for position in 0..self.blocked.len() {
+            let lane = self.blocked[position];
+            if self.queue.is_cold(lane) && self.queue.order_of(lane) < end {
+                self.queue.defer(lane, step);
+            }
+        }
     }
 
     /// Takes the KV blocks that a request starts with, cached ones where there are; returns its rows, 0 if it must wait.

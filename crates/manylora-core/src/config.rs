@@ -4,13 +4,16 @@ use serde::{Deserialize, Serialize};
 
 use crate::budget::Ledger;
 use crate::error::CoreError;
+use crate::eviction::EvictionPolicyKind;
 use crate::identity::Digest;
 
 /// Order in which waiting requests are looked at.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SchedulingPolicy {
-    /// First come, first served.
+    /// Weighted fair service per tenant or adapter, see [`crate::fairness`].
     #[default]
+    Fair,
+    /// First come, first served.
     Fcfs,
     /// Lowest priority value first, then arrival.
     Priority,
@@ -53,6 +56,9 @@ pub struct CoreConfig {
     pub max_cpu_loras: Option<usize>,
     /// Bytes for adapters.
     pub lora_memory: LoraMemory,
+    /// Which resident adapter goes when room is needed.
+    #[serde(default)]
+    pub eviction: EvictionPolicyKind,
     /// Digest of the base's weights and configuration: the root of every block hash.
     pub base_digest: Digest,
     /// A waiting adapter that the cap on distinct adapters keeps out for this many steps closes admission to others

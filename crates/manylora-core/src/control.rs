@@ -5,10 +5,10 @@
 use crate::budget::Ledger;
 use crate::config::CoreConfig;
 use crate::error::CoreError;
-use crate::event::{Effect, Event, FailureReason, FinishReason, LoadedAdapter, StepOutcome, UnloadMode};
+use crate::event::{Client, Effect, Event, FailureReason, FinishReason, LoadedAdapter, StepOutcome, UnloadMode};
 use crate::eviction::EvictionPolicy;
 use crate::identity::{BlockId, RegistrationId, Time};
-use crate::memory::{LoadEnd, Memory};
+use crate::memory::{LoadEnd, Memory, Want};
 use crate::plan::StepPlan;
 use crate::request::{Request, RequestIndex};
 use crate::scheduler::Scheduler;
@@ -18,8 +18,8 @@ use crate::stats::{CoreStats, RegistrationStatus, ResidentAdapter};
 #[derive(Debug)]
 pub struct ControlPlane {
     scheduler: Scheduler,
-    memory: Memory,
-    effects: Vec<Effect>,
+    pub(crate) memory: Memory,
+    pub(crate) effects: Vec<Effect>,
 }
 
 impl ControlPlane {
@@ -32,9 +32,9 @@ impl ControlPlane {
         Ok(Self { scheduler: Scheduler::new(config), memory, effects: Vec::new() })
     }
 
-    /// Chooses which adapter goes when room is needed; least recently used unless this is called.
+    /// A policy of eviction other than those that [`CoreConfig::eviction`] can name.
     pub fn set_eviction_policy(&mut self, policy: Box<dyn EvictionPolicy>) {
-        self.memory.policy = policy;
+        self.memory.shelf.set_policy(policy);
     }
 
     /// The settings.
@@ -59,18 +59,24 @@ impl ControlPlane {
                 }
                 return;
             }
-            Event::Register { registration, bytes } => {
-                if let Err(message) = memory.shelf.register(registration, bytes) {
+            Event::Register { registration, bytes, rereadable } => {
+                if let Err(message) = memory.shelf.register(registration, bytes, rereadable) {
                     effects.push(Effect::RegistrationFailed { registration, message });
                 }
                 return;
             }
-            Event::Prefetch(registration) => self.want(registration),
+            Event::SetWeight { client, weight } => return self.set_weight(client, weight),
+            Event::Prefetch(registration) => return self.prefetch(registration),
+            Event::Replace { old, new, expected } => self.replace(old, new, expected),
             Event::Pin(registration) => self.pin(registration),
             Event::Unpin(registration) => memory.shelf.set_pinned(registration, false),
             Event::LoadFinished { registration, result } => self.finish_load(registration, result),
             Event::Unload { registration, mode } => self.unload(registration, mode),
         }
+        self.order_loads();
+    }
+
+    fn order_loads(&mut self) {
         self.scheduler.loads_stale = true;
         self.scheduler.order_loads(&mut self.memory, &mut self.effects);
     }
@@ -115,18 +121,19 @@ impl ControlPlane {
     /// A look at everything.
     pub fn stats(&self) -> CoreStats {
         let (scheduler, memory) = (&self.scheduler, &self.memory);
-        let residents = memory.shelf.residents().filter_map(|version| {
+        let residents = memory.shelf.residents().filter_map(|(_, version)| {
             Some(ResidentAdapter {
                 digest: version.digest,
                 bytes: version.bytes,
                 leases: version.leases,
                 pinned: version.pins > 0,
+                anchored: version.anchors > 0,
                 slot: version.slot?,
             })
         });
         CoreStats {
             running: scheduler.running.len(),
-            waiting: scheduler.waiting.len(),
+            waiting: scheduler.queue.len() + scheduler.preempted.len(),
             free_blocks: memory.pool.available(),
             total_blocks: memory.pool.capacity(),
             adapters: residents.collect(),
@@ -155,25 +162,23 @@ impl ControlPlane {
             loading: one.loading.is_some() || version.is_some_and(|version| version.loading),
             pinned: one.pinned,
             unloading: one.unloading,
+            superseded: one.superseded,
+            rereadable: one.rereadable,
             requests: users.filter(|(_, request)| names(request)).count(),
         })
     }
 
-    fn is_resident(&self, registration: RegistrationId) -> bool {
-        let shelf = &self.memory.shelf;
-        shelf.version_of(registration).is_some_and(|version| shelf.version(version).is_resident())
-    }
-
-    fn refuse(&mut self, registration: RegistrationId, message: String) {
+    pub(crate) fn refuse(&mut self, registration: RegistrationId, message: String) {
         self.effects.push(Effect::RegistrationFailed { registration, message });
     }
 
     /// Whether the registration is there to be used; says so if not.
-    fn is_usable(&mut self, registration: RegistrationId) -> bool {
+    pub(crate) fn is_usable(&mut self, registration: RegistrationId) -> bool {
         let found = self.memory.shelf.registrations.get(&registration);
         let problem = match found {
             None => "is not registered",
             Some(found) if found.unloading => "is being unloaded",
+            Some(found) if found.superseded => "was replaced",
             Some(_) => return true,
         };
         let RegistrationId { index, generation } = registration;
@@ -181,19 +186,34 @@ impl ControlPlane {
         false
     }
 
-    fn want(&mut self, registration: RegistrationId) {
-        if !self.is_usable(registration) {
+    /// Makes a registration resident; false if it is already, or can never be.
+    fn want(&mut self, registration: RegistrationId) -> bool {
+        let memory = &mut self.memory;
+        if let Some(version) = memory.shelf.version_of(registration)
+            && memory.shelf.version(version).is_resident()
+        {
+            memory.shelf.touch(version);
+            self.effects.push(Effect::Resident(registration));
+            return false;
+        }
+        if let Err(message) = memory.check_wanted(registration) {
+            memory.fail_wanted(registration, message, &mut self.effects);
+            return false;
+        }
+        memory.wanted.entry(registration).or_default().announce = true;
+        true
+    }
+
+    fn prefetch(&mut self, registration: RegistrationId) {
+        if !self.is_usable(registration) || !self.want(registration) {
             return;
         }
-        if self.is_resident(registration) {
-            if let Some(version) = self.memory.shelf.version_of(registration) {
-                self.memory.shelf.touch(version);
-            }
-            self.effects.push(Effect::Resident(registration));
-        } else if let Err(message) = self.memory.can_ever_fit(std::iter::once(registration)) {
-            self.refuse(registration, message);
-        } else {
-            self.memory.shelf.wanted.insert(registration);
+        self.order_loads();
+        let memory = &mut self.memory;
+        let replaces = memory.replacements.iter().any(|replacement| replacement.new == registration);
+        let waits = memory.shelf.registrations.get(&registration).is_none_or(|one| one.pinned || !one.rereadable);
+        if !waits && !replaces && !memory.is_coming(registration) && memory.wanted.remove(&registration).is_some() {
+            self.effects.push(Effect::OnDemand(registration));
         }
     }
 
@@ -213,9 +233,12 @@ impl ControlPlane {
     /// Pins must leave a place, and the bytes of the largest adapter that is not pinned.
     fn can_pin(&self, registration: RegistrationId) -> Result<(), String> {
         let shelf = &self.memory.shelf;
-        let (count, bytes) = shelf.with_pinned(std::iter::once(registration));
-        let limits = [("max_loras", self.config().max_loras), ("max_cpu_loras", self.config().max_cpu_loras)];
-        for (name, limit) in limits {
+        let (count, bytes) = shelf.with_fixed(&std::iter::once(registration));
+        // What is given from memory takes places in memory, but is no pin.
+        let pinned = shelf.pinned_count + usize::from(!shelf.has_pin(registration));
+        let limits =
+            [("max_loras", self.config().max_loras, pinned), ("max_cpu_loras", self.config().max_cpu_loras, count)];
+        for (name, limit, count) in limits {
             if let Some(limit) = limit.filter(|&limit| count >= limit) {
                 return Err(format!(
                     "`{count}` adapters would be pinned and {name} is `{limit}`; one place must stay free: unpin one or \
@@ -223,51 +246,68 @@ impl ControlPlane {
                 ));
             }
         }
-        let others = shelf.registrations.iter().filter(|&(&id, one)| id != registration && !one.pinned);
-        let largest = others.map(|(&id, _)| shelf.bytes_of(id)).max().unwrap_or(0);
+        self.pins_leave_room(bytes, shelf.largest_other(registration))
+    }
+
+    /// Whether `bytes` of adapters that stay leave the room that the largest other one needs.
+    pub(crate) fn pins_leave_room(&self, bytes: u64, largest: u64) -> Result<(), String> {
         let room = self.memory.adapter_room;
-        if bytes.saturating_add(largest) > room {
-            return Err(format!(
-                "pinned adapters would take `{bytes}` bytes of the `{room}` that adapters can have, and the largest one \
-                 that is not pinned needs `{largest}`; unpin one, or raise kv_cache_memory_bytes or lora_memory_bytes"
-            ));
+        if bytes.saturating_add(largest) <= room {
+            return Ok(());
         }
-        Ok(())
+        Err(format!(
+            "pinned adapters would take `{bytes}` bytes of the `{room}` that adapters can have, and the largest one that \
+             is not pinned needs `{largest}`; unpin one, or raise kv_cache_memory_bytes or lora_memory_bytes"
+        ))
+    }
+
+    fn set_weight(&mut self, client: Client, weight: f64) {
+        let client = match client {
+            Client::Adapter(registration) => match self.memory.shelf.registrations.get(&registration) {
+                Some(found) => Client::Adapter(found.line),
+                None => return,
+            },
+            other => other,
+        };
+        self.scheduler.queue.accounts.set_weight(client, weight);
     }
 
     fn finish_load(&mut self, registration: RegistrationId, result: Result<LoadedAdapter, String>) {
         let (scheduler, memory, effects) = (&mut self.scheduler, &mut self.memory, &mut self.effects);
-        // Nothing is protected from a load whose content is larger than announced but what is in use.
-        scheduler.scan += 1;
-        match memory.finish_load(registration, result, scheduler.scan, effects) {
+        match memory.finish_load(registration, result, &scheduler.queue, effects) {
             LoadEnd::Unknown => {}
             LoadEnd::Departed => memory.depart(registration, effects),
             LoadEnd::Failed(message) => self.fail_load(registration, &message),
             LoadEnd::Resident => {
-                scheduler.bind_all(memory, effects);
-                let wanted: Vec<_> = self.memory.shelf.wanted.iter().copied().collect();
-                for registration in wanted {
-                    if self.is_resident(registration) {
-                        self.memory.shelf.wanted.remove(&registration);
-                        self.effects.push(Effect::Resident(registration));
+                scheduler.sync(memory, effects);
+                let resident: Vec<(RegistrationId, Want)> = memory
+                    .wanted
+                    .iter()
+                    .filter(|&(&id, _)| memory.shelf.is_resident(id))
+                    .map(|(&id, &want)| (id, want))
+                    .collect();
+                for (id, want) in resident {
+                    memory.wanted.remove(&id);
+                    if want.announce {
+                        effects.push(Effect::Resident(id));
                     }
                 }
+                self.swap_ready();
             }
         }
     }
 
     /// A load failed: only those who wait for it fail.
     fn fail_load(&mut self, registration: RegistrationId, message: &str) {
-        let resident = self.is_resident(registration);
-        if self.memory.shelf.wanted.remove(&registration) {
-            self.memory.shelf.set_pinned(registration, false);
-            self.refuse(registration, message.to_owned());
-        }
-        if !resident {
+        if !self.memory.shelf.is_resident(registration) {
             let reason = FailureReason::AdapterLoad(message.to_owned());
             for index in self.requests_of(registration) {
                 self.scheduler.fail(index, reason.clone(), &mut self.memory, &mut self.effects);
             }
+        }
+        if self.memory.wanted.contains_key(&registration) {
+            self.memory.fail_wanted(registration, message.to_owned(), &mut self.effects);
+            self.swap_ready();
         }
     }
 
@@ -287,8 +327,14 @@ impl ControlPlane {
         };
         found.unloading = true;
         self.memory.shelf.set_pinned(registration, false);
-        if self.memory.shelf.wanted.remove(&registration) {
-            self.refuse(registration, "the adapter was unloaded before it was resident".to_owned());
+        let (memory, effects) = (&mut self.memory, &mut self.effects);
+        for new in memory.replacements_of(registration) {
+            memory.fail_wanted(new, "the adapter to replace was unloaded; register it anew".to_owned(), effects);
+        }
+        let replaces = memory.replacements.iter().any(|replacement| replacement.new == registration);
+        if replaces || memory.wanted.contains_key(&registration) {
+            memory.fail_wanted(registration, "the adapter was unloaded before it was resident".to_owned(), effects);
+            self.swap_ready();
         }
         if mode == UnloadMode::Abort {
             for index in self.requests_of(registration) {
@@ -296,6 +342,18 @@ impl ControlPlane {
             }
         }
         self.memory.depart(registration, &mut self.effects);
+    }
+
+    /// How many queue entries, victims and classes were looked at so far: what the cost of a step depends on.
+    #[doc(hidden)]
+    pub fn looks(&self) -> u64 {
+        self.memory.looks
+    }
+
+    /// Clients whose service is remembered.
+    #[doc(hidden)]
+    pub fn remembered_clients(&self) -> usize {
+        self.scheduler.queue.accounts.len()
     }
 
     /// Checks what must always hold: every block, byte and lease has exactly its owners.

@@ -15,6 +15,18 @@ pub struct AdapterUse {
     pub first_active: u32,
 }
 
+/// To whom service is charged under [`crate::SchedulingPolicy::Fair`].
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Client {
+    /// Requests without an adapter that name no tenant.
+    Base,
+    /// Requests whose first adapter is this registration (or one that replaced it, or was replaced by it) and that name
+    /// no tenant.
+    Adapter(RegistrationId),
+    /// Requests of this tenant.
+    Tenant(String),
+}
+
 /// A request as the scheduler sees it: one sequence.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct NewRequest {
@@ -28,6 +40,9 @@ pub struct NewRequest {
     pub priority: i64,
     /// Keeps the KV blocks of different tenants apart.
     pub cache_salt: Option<String>,
+    /// Whose share of a fair service it takes; None = its first adapter's, or the base's.
+    #[serde(default)]
+    pub tenant: Option<String>,
     /// Adapters, in the request's order; none = the base.
     pub adapters: Vec<AdapterUse>,
     /// Whether cached blocks may stand for computed ones (not for prompt logprobs, which need every row).
@@ -43,6 +58,20 @@ pub struct LoadedAdapter {
     pub digest: Digest,
     /// Exact packed bytes.
     pub bytes: u64,
+    /// What reading and packing took, in seconds, if it was measured; [`crate::eviction::CostAware`] weighs it.
+    #[serde(default)]
+    pub load_seconds: Option<f64>,
+}
+
+impl LoadedAdapter {
+    /// Without a measured time.
+    pub const fn new(digest: Digest, bytes: u64) -> Self {
+        Self { digest, bytes, load_seconds: None }
+    }
+}
+
+fn yes() -> bool {
+    true
 }
 
 /// How an adapter is unloaded.
@@ -67,9 +96,40 @@ pub enum Event {
         registration: RegistrationId,
         /// Packed bytes.
         bytes: u64,
+        /// Whether its content can be read again at any time. Content that was given from memory cannot: once it is
+        /// resident it stays until it is unloaded.
+        #[serde(default = "yes")]
+        rereadable: bool,
     },
-    /// Load now although nobody asks yet (vLLM's `add_lora`).
+    /// Load now although nobody asks yet (vLLM's `add_lora`): answered by [`Effect::Resident`], by
+    /// [`Effect::OnDemand`] if there is no room now, or by [`Effect::RegistrationFailed`]. Content that cannot be read
+    /// again waits for room instead, no longer than a request would.
     Prefetch(RegistrationId),
+    /// Let `new` take the place of `old`: compare, load, swap.
+    ///
+    /// `new` was registered just before and is named by nobody yet. It is made resident while `old` goes on serving; then,
+    /// in one step, `old`'s pin moves to it and [`Effect::Replaced`] is given. If anything fails, `old` is untouched,
+    /// [`Effect::RegistrationFailed`] names `new` and `new` is unloaded. Equal content is swapped like any other: nothing
+    /// is read twice, evicted or lost.
+    ///
+    /// Several replacements of one adapter are carried out one after the other, in the order of their events.
+    Replace {
+        /// The registration to replace. If it was replaced meanwhile: the one that serves in its place now.
+        old: RegistrationId,
+        /// What takes its place.
+        new: RegistrationId,
+        /// The version that must serve when the event arrives, and still when `new` is resident; otherwise the
+        /// replacement fails.
+        expected: Option<Digest>,
+    },
+    /// Gives a client more (above 1) or less of a fair service from now on. Weights are 1 at first; one that is not
+    /// positive and finite is ignored. Forgotten when the adapter's last registration goes.
+    SetWeight {
+        /// Whose.
+        client: Client,
+        /// Its share in relation to others'.
+        weight: f64,
+    },
     /// A load ordered by [`Effect::Load`] ended: the version, or the message of its failure. What was loaded is to be
     /// dropped unless an [`Effect::Install`] of its digest follows at once: nobody wants it any more, or the same content
     /// is resident already.
@@ -137,7 +197,8 @@ pub enum Effect {
     },
     /// An unload ended and the registration is gone.
     Unloaded(RegistrationId),
-    /// A registration could not be pinned, loaded or made resident; names the reason with its numbers.
+    /// A registration could not be pinned, loaded, made resident or put in another's place; names the reason with its
+    /// numbers. After a failed [`Event::Replace`] an [`Effect::Unloaded`] of it follows as soon as nothing uses it.
     RegistrationFailed {
         /// Which.
         registration: RegistrationId,
@@ -146,6 +207,17 @@ pub enum Effect {
     },
     /// A [`Event::Prefetch`] or [`Event::Pin`] was carried out: the version is resident.
     Resident(RegistrationId),
+    /// There is no room for a [`Event::Prefetch`] now. Nothing was loaded and nothing will be until a request, or another
+    /// prefetch, asks for it.
+    OnDemand(RegistrationId),
+    /// `new` serves in `old`'s place: publish it under `old`'s name, and unload `old` (draining) once nobody who still
+    /// means `old` by that name can submit. Until then `old` takes requests and keeps its bytes, in every case.
+    Replaced {
+        /// Whose place it took: the last that served, if there were several replacements.
+        old: RegistrationId,
+        /// What serves now.
+        new: RegistrationId,
+    },
 }
 
 /// Why a request ended.

@@ -4,9 +4,10 @@
 //! Time comes in as an argument. Every input is one [`Event`]; what must happen outside comes back as [`Effect`]s.
 //!
 //! Reading order: [`event`] and [`plan`] (the contract), [`control`] (the one entry point), `scheduler` (what makes a
-//! step), `admission` (who may start, and the bound on waiting), `outcome` (what comes back), `shelf` (adapters, versions,
-//! leases), `memory` (the ledger between adapters and KV blocks), [`block_pool`], [`budget`], then [`sampling`] and
-//! [`config`].
+//! step), `queue` and [`fairness`] (who is next), `admission` (who may start, and the bound on waiting), `loads` (what is
+//! read when), `outcome` (what comes back), `shelf` (adapters, versions, leases), [`eviction`], `replacement` (a new version
+//! in an old one's place), `memory` (the ledger between adapters and KV blocks), [`block_pool`], [`budget`], then
+//! [`sampling`] and [`config`].
 
 mod admission;
 pub mod block_pool;
@@ -16,10 +17,15 @@ pub mod control;
 pub mod error;
 pub mod event;
 pub mod eviction;
+pub mod fairness;
 pub mod identity;
+mod loads;
 mod memory;
+mod order;
 mod outcome;
 pub mod plan;
+mod queue;
+mod replacement;
 mod request;
 pub mod sampling;
 mod scheduler;
@@ -30,9 +36,10 @@ pub use config::{CoreConfig, LoraMemory, SchedulingPolicy};
 pub use control::ControlPlane;
 pub use error::CoreError;
 pub use event::{
-    AdapterUse, Effect, Event, FailureReason, FinishReason, LoadedAdapter, NewRequest, SequenceOutcome, StepOutcome,
-    UnloadMode,
+    AdapterUse, Client, Effect, Event, FailureReason, FinishReason, LoadedAdapter, NewRequest, SequenceOutcome,
+    StepOutcome, UnloadMode,
 };
+pub use eviction::EvictionPolicyKind;
 pub use identity::{AdapterSlot, BlockId, Digest, RegistrationId, RequestId, Time};
 pub use plan::{PlannedAdapter, PlannedSequence, StepPlan};
 pub use sampling::SamplingParams;

@@ -4,21 +4,42 @@
 //! take the room of one sequence of `max_model_len`: that way the sequence first in line can always run to its end, and
 //! nothing can wait in a circle.
 
+use std::collections::BTreeMap;
+
 use crate::block_pool::BlockPool;
 use crate::budget::Ledger;
 use crate::config::{CoreConfig, LoraMemory};
 use crate::event::{Effect, LoadedAdapter};
-use crate::eviction::{EvictionPolicy, LeastRecentlyUsed};
-use crate::identity::{AdapterSlot, RegistrationId};
-use crate::shelf::{Shelf, VersionIndex, Victims};
+use crate::identity::RegistrationId;
+use crate::order::Order;
+use crate::queue::{LaneIndex, Queue};
+use crate::replacement::Replacement;
+use crate::shelf::{Shelf, Stale, Version, VersionIndex};
 
 /// Why there is no room for a load just now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Shortage {
-    /// Adapters that cannot go take the bytes or the places.
-    Adapters,
+    /// Adapters that cannot go take all places.
+    Places,
+    /// They take the bytes.
+    Bytes,
     /// Running sequences hold the KV blocks; these bytes must become free.
     Blocks(u64),
+}
+
+/// What may be evicted for a load.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Victims<'a> {
+    /// What nobody holds.
+    Idle,
+    /// Then also what requests wait for.
+    Queued {
+        queue: &'a Queue,
+        /// If they stand further back than this.
+        behind: Order,
+        /// And are not of this lane.
+        keep: Option<LaneIndex>,
+    },
 }
 
 /// What a finished load came to.
@@ -33,6 +54,15 @@ pub(crate) enum LoadEnd {
     Resident,
 }
 
+/// Why something is wanted resident without a request, and since when it waits.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Want {
+    /// Step since which there is no room.
+    pub(crate) since: Option<u64>,
+    /// Whether somebody is to be told.
+    pub(crate) announce: bool,
+}
+
 /// KV blocks, shelf and the ledger between them.
 #[derive(Debug)]
 pub(crate) struct Memory {
@@ -42,13 +72,18 @@ pub(crate) struct Memory {
     /// Bytes that adapters can take at most.
     pub(crate) adapter_room: u64,
     pub(crate) max_resident: Option<usize>,
-    pub(crate) policy: Box<dyn EvictionPolicy>,
+    /// What somebody wants resident without a request.
+    pub(crate) wanted: BTreeMap<RegistrationId, Want>,
+    /// Replacements under way, in the order of their events.
+    pub(crate) replacements: Vec<Replacement>,
     /// Last step whose results are in.
     pub(crate) settled: u64,
     pub(crate) evictions: u64,
     pub(crate) loads: u64,
+    /// How much was looked at, to show what the cost of a step depends on.
+    pub(crate) looks: u64,
     max_model_len: usize,
-    victims: Vec<AdapterSlot>,
+    victims: Vec<VersionIndex>,
 }
 
 impl Memory {
@@ -56,86 +91,122 @@ impl Memory {
         let room = ledger.adapter_room(config.max_model_len);
         Self {
             pool: BlockPool::new(ledger.blocks_beside(0)),
-            shelf: Shelf::default(),
+            shelf: Shelf::new(config.eviction),
             ledger,
             adapter_room: match config.lora_memory {
                 LoraMemory::Elastic => room,
                 LoraMemory::Bytes(bytes) => room.min(bytes),
             },
             max_resident: config.max_cpu_loras,
-            policy: Box::new(LeastRecentlyUsed),
+            wanted: BTreeMap::new(),
+            replacements: Vec::new(),
             settled: 0,
             evictions: 0,
             loads: 0,
+            looks: 0,
             max_model_len: config.max_model_len,
             victims: Vec::new(),
         }
     }
 
-    fn adapter_bytes(&self) -> u64 {
+    pub(crate) fn adapter_bytes(&self) -> u64 {
         self.shelf.resident_bytes + self.shelf.loading_bytes
     }
 
-    /// Whether these registrations fit together, beside those that are pinned, once nothing else is resident.
-    pub(crate) fn can_ever_fit(&self, ids: impl Iterator<Item = RegistrationId> + Clone) -> Result<(), String> {
-        let (count, bytes) = self.shelf.with_pinned(ids);
-        if bytes > self.adapter_room {
-            return Err(format!(
-                "it takes `{bytes}` bytes, pinned adapters included, and adapters can have `{}` (of `{}`, one sequence of \
-                 max_model_len `{}` keeps `{}`); raise kv_cache_memory_bytes or lora_memory_bytes, lower max_model_len, \
-                 or unpin",
-                self.adapter_room,
-                self.ledger.bytes,
-                self.max_model_len,
-                self.ledger.sequence_bytes(self.max_model_len),
-            ));
+    /// Whether these registrations fit together, beside those that stay whatever comes (pinned, given from memory), once
+    /// nothing else is resident.
+    pub(crate) fn can_ever_fit(&self, ids: &(impl Iterator<Item = RegistrationId> + Clone)) -> Result<(), String> {
+        if ids.clone().all(|id| self.shelf.is_resident(id)) {
+            return Ok(());
         }
+        let (count, bytes) = self.shelf.with_fixed(ids);
+        self.fits(bytes)?;
+        self.has_places(count)
+    }
+
+    /// Whether so many adapters can ever be resident.
+    pub(crate) fn has_places(&self, count: usize) -> Result<(), String> {
         match self.max_resident {
             Some(most) if count > most => Err(format!(
-                "it makes `{count}` resident adapters, pinned ones included, and max_cpu_loras is `{most}`; raise it or unpin"
+                "it makes `{count}` resident adapters, those included that are pinned or given from memory, and \
+                 max_cpu_loras is `{most}`; raise it or unpin"
             )),
             _ => Ok(()),
         }
     }
 
-    /// Makes room for one more adapter of `bytes`, evicting as little as the policy's order allows; evicts nothing if that
-    /// would not be enough.
-    fn make_room(&mut self, bytes: u64, victims: Victims, effects: &mut Vec<Effect>) -> Result<(), Shortage> {
+    /// Whether adapters can ever take so many bytes.
+    pub(crate) fn fits(&self, bytes: u64) -> Result<(), String> {
+        if bytes <= self.adapter_room {
+            return Ok(());
+        }
+        Err(format!(
+            "it takes `{bytes}` bytes, with what must stay beside it (pinned adapters, those given from memory), and \
+             adapters can have `{}` (of `{}`, one sequence of max_model_len `{}` keeps `{}`); raise \
+             kv_cache_memory_bytes or lora_memory_bytes, lower max_model_len, or unpin",
+            self.adapter_room,
+            self.ledger.bytes,
+            self.max_model_len,
+            self.ledger.sequence_bytes(self.max_model_len),
+        ))
+    }
+
+    /// Makes room for one more adapter, evicting as little as the order of victims allows; evicts nothing if that would not
+    /// be enough.
+    fn make_room(
+        &mut self,
+        id: RegistrationId,
+        (bytes, places): (u64, usize),
+        victims: Victims<'_>,
+        effects: &mut Vec<Effect>,
+    ) -> Result<(), Shortage> {
+        let spared = self.spared_for(id);
         let mut chosen = std::mem::take(&mut self.victims);
         chosen.clear();
-        let result = loop {
-            let freed: u64 = chosen.iter().map(|&slot| self.bytes_in(slot)).sum();
-            let Err(shortage) = self.room_after(bytes, freed, chosen.len()) else { break Ok(()) };
-            let mut candidates = self
+        let mut freed = 0;
+        let mut result = self.room_after(bytes, places, freed, 0);
+        let idle = self.shelf.idle(self.settled).filter(|&index| Some(index) != spared);
+        for index in idle {
+            if result.is_ok() {
+                break;
+            }
+            chosen.push(index);
+            freed += self.shelf.version(index).bytes;
+            result = self.room_after(bytes, places, freed, chosen.len());
+        }
+        if let (Err(_), Victims::Queued { queue, behind, keep }) = (result, victims) {
+            let queued = self
                 .shelf
-                .candidates(Victims::Idle, self.settled)
-                .filter(|candidate| !chosen.contains(&candidate.slot));
-            let mut next = self.policy.choose(&mut candidates);
-            if next.is_none() && victims != Victims::Idle {
-                let mut candidates =
-                    self.shelf.candidates(victims, self.settled).filter(|candidate| !chosen.contains(&candidate.slot));
-                next = self.policy.choose(&mut candidates);
+                .queued(self.settled)
+                .filter(|&index| Some(index) != spared && !keep.is_some_and(|lane| queue.needs(lane, index)));
+            let queued = queued.filter_map(|index| Some((queue.order_of_version(index)?, index)));
+            let mut queued: Vec<_> = queued.filter(|&(order, _)| order > behind).collect();
+            queued.sort_unstable();
+            self.looks += queued.len() as u64;
+            for (_, index) in queued.into_iter().rev() {
+                if result.is_ok() {
+                    break;
+                }
+                chosen.push(index);
+                freed += self.shelf.version(index).bytes;
+                result = self.room_after(bytes, places, freed, chosen.len());
             }
-            match next {
-                Some(slot) => chosen.push(slot),
-                None => break Err(shortage),
-            }
-        };
+        }
+        self.looks += chosen.len() as u64;
         if result.is_ok() {
-            for &slot in &chosen {
-                self.evict_slot(slot, effects);
-            }
-            self.evictions += chosen.len() as u64;
+            self.evict_chosen(&chosen, effects);
         }
         self.victims = chosen;
         result
     }
 
-    fn room_after(&self, bytes: u64, freed: u64, evicted: usize) -> Result<(), Shortage> {
+    fn room_after(&self, bytes: u64, places: usize, freed: u64, evicted: usize) -> Result<(), Shortage> {
         let total = (self.adapter_bytes() - freed).saturating_add(bytes);
-        let places = self.shelf.resident_count + self.shelf.loading_count + 1 - evicted;
-        if total > self.adapter_room || self.max_resident.is_some_and(|most| places > most) {
-            Err(Shortage::Adapters)
+        let taken = self.shelf.places + self.shelf.loading_places + places - evicted;
+        if places > 0 && self.max_resident.is_some_and(|most| taken > most) {
+            Err(Shortage::Places)
+        } else if total > self.adapter_room {
+            Err(Shortage::Bytes)
         } else if self.ledger.blocks_beside(total) < self.pool.held() {
             Err(Shortage::Blocks(total))
         } else {
@@ -143,12 +214,11 @@ impl Memory {
         }
     }
 
-    fn bytes_in(&self, slot: AdapterSlot) -> u64 {
-        self.shelf.in_slot(slot).map_or(0, |version| self.shelf.version(version).bytes)
-    }
-
-    fn evict_slot(&mut self, slot: AdapterSlot, effects: &mut Vec<Effect>) -> bool {
-        self.shelf.in_slot(slot).is_some_and(|version| self.evict(version, effects))
+    fn evict_chosen(&mut self, chosen: &[VersionIndex], effects: &mut Vec<Effect>) {
+        for &index in chosen {
+            self.evict(index, effects);
+        }
+        self.evictions += chosen.len() as u64;
     }
 
     /// Takes a resident version out of the table; its bytes become KV blocks.
@@ -168,40 +238,63 @@ impl Memory {
         debug_assert!(done, "room was made before bytes were taken");
     }
 
-    /// Makes at least `blocks` blocks available by evicting adapters that nobody holds.
+    /// Makes at least `blocks` blocks available by evicting adapters that nobody holds; evicts nothing if that would not
+    /// be enough.
     pub(crate) fn free_blocks(&mut self, blocks: usize, effects: &mut Vec<Effect>) -> bool {
-        while self.pool.available() < blocks {
-            let chosen = self.policy.choose(&mut self.shelf.candidates(Victims::Idle, self.settled));
-            let Some(slot) = chosen else { return false };
-            self.evict_slot(slot, effects);
-            self.evictions += 1;
+        if self.pool.available() >= blocks {
+            return true;
         }
-        true
+        let mut chosen = std::mem::take(&mut self.victims);
+        chosen.clear();
+        let (needed, bytes) = (self.pool.held() + blocks, self.adapter_bytes());
+        let (mut freed, mut enough) = (0, false);
+        for index in self.shelf.idle(self.settled) {
+            chosen.push(index);
+            freed += self.shelf.version(index).bytes;
+            enough = self.ledger.blocks_beside(bytes - freed) >= needed;
+            if enough {
+                break;
+            }
+        }
+        self.looks += chosen.len() as u64;
+        if enough {
+            self.evict_chosen(&chosen, effects);
+        }
+        self.victims = chosen;
+        enough
     }
 
-    /// Orders the load of a registration that is neither resident nor loading, setting its bytes aside.
+    /// Orders the load of a registration that is neither resident nor loading, setting its bytes and its place aside.
     pub(crate) fn order_load(
         &mut self,
         id: RegistrationId,
-        victims: Victims,
+        victims: Victims<'_>,
         effects: &mut Vec<Effect>,
     ) -> Result<(), Shortage> {
         let bytes = self.shelf.bytes_of(id);
-        self.make_room(bytes, victims, effects)?;
+        let places = self.places_for(id, self.shelf.version_of(id));
+        self.make_room(id, (bytes, places), victims, effects)?;
         let Some(registration) = self.shelf.registrations.get_mut(&id) else { return Ok(()) };
-        registration.loading = Some(bytes);
+        registration.loading = Some((bytes, places));
         let version = registration.version;
         self.shelf.loading_bytes += bytes;
+        self.shelf.loading_places += places;
         self.shelf.loading_count += 1;
-        let expected = version.map(|version| {
-            let version = self.shelf.version_mut(version);
-            version.loading = true;
-            version.digest
-        });
+        self.mark_loading(id, version, true);
+        let expected = version.map(|version| self.shelf.version(version).digest);
         self.loads += 1;
         effects.push(Effect::Load { registration: id, expected });
         self.balance();
         Ok(())
+    }
+
+    /// A load of a registration begins or ends.
+    fn mark_loading(&mut self, id: RegistrationId, version: Option<VersionIndex>, loading: bool) {
+        self.shelf.stale.push(Stale::Registration(id));
+        if let Some(version) = version {
+            self.shelf.version_mut(version).loading = loading;
+            self.shelf.stale.push(Stale::Version(version));
+        }
     }
 
     /// Whether the content of a registration is resident or on its way.
@@ -216,18 +309,24 @@ impl Memory {
         &mut self,
         id: RegistrationId,
         result: Result<LoadedAdapter, String>,
-        scan: u64,
+        queue: &Queue,
         effects: &mut Vec<Effect>,
     ) -> LoadEnd {
         let Some(registration) = self.shelf.registrations.get_mut(&id) else { return LoadEnd::Unknown };
-        let Some(reserved) = registration.loading.take() else { return LoadEnd::Unknown };
+        let Some((bytes, places)) = registration.loading.take() else { return LoadEnd::Unknown };
         let (known, departed) = (registration.version, registration.unloading && registration.holders == 0);
-        self.shelf.loading_bytes -= reserved;
+        self.shelf.loading_bytes -= bytes;
+        self.shelf.loading_places -= places;
         self.shelf.loading_count -= 1;
-        if let Some(version) = known {
-            self.shelf.version_mut(version).loading = false;
-        }
-        let end = if departed { LoadEnd::Departed } else { self.take_load(id, known, result, scan, effects) };
+        self.mark_loading(id, known, false);
+        let end = if departed {
+            LoadEnd::Departed
+        } else {
+            match result.and_then(|loaded| self.take_load(id, known, &loaded, queue, effects)) {
+                Ok(()) => LoadEnd::Resident,
+                Err(message) => LoadEnd::Failed(message),
+            }
+        };
         self.balance();
         end
     }
@@ -236,38 +335,46 @@ impl Memory {
         &mut self,
         id: RegistrationId,
         known: Option<VersionIndex>,
-        result: Result<LoadedAdapter, String>,
-        scan: u64,
+        loaded: &LoadedAdapter,
+        queue: &Queue,
         effects: &mut Vec<Effect>,
-    ) -> LoadEnd {
-        let loaded = match result {
-            Ok(loaded) => loaded,
-            Err(message) => return LoadEnd::Failed(message),
-        };
+    ) -> Result<(), String> {
         if let Some(version) = known {
             let expected = self.shelf.version(version).digest;
             if expected != loaded.digest {
-                return LoadEnd::Failed(format!(
+                return Err(format!(
                     "its content changed: version `{expected}` was registered and `{}` was read; register it anew",
                     loaded.digest
                 ));
             }
         }
-        let resident =
-            self.shelf.versions().any(|(_, version)| version.digest == loaded.digest && version.is_resident());
-        if !resident && self.make_room(loaded.bytes, Victims::Queued { scan }, effects).is_err() {
-            return LoadEnd::Failed(format!(
-                "its content takes `{}` bytes, its header implied `{}`, and there is no room for the difference",
+        let index = self.shelf.with_digest(loaded.digest);
+        let found = index.map(|version| self.shelf.version(version));
+        let resident = found.is_some_and(Version::is_resident);
+        // A superseded version that a name serves again takes a place again.
+        let revived = resident && found.is_some_and(|version| version.live == 0);
+        if let Some(found) = found.filter(|version| version.bytes != loaded.bytes) {
+            return Err(format!(
+                "version `{}` took `{}` bytes when it was read first and takes `{}` now; the loader is inconsistent",
+                found.digest, found.bytes, loaded.bytes
+            ));
+        }
+        // Nothing is protected from a load whose content is larger than announced but what is in use.
+        let victims = Victims::Queued { queue, behind: Order::FIRST, keep: None };
+        let more = (if resident { 0 } else { loaded.bytes }, self.places_for(id, index));
+        if (!resident || revived) && self.make_room(id, more, victims, effects).is_err() {
+            return Err(format!(
+                "its content takes `{}` bytes, its header implied `{}`, and there is no room for it now",
                 loaded.bytes,
                 self.shelf.bytes_of(id)
             ));
         }
         let bound = known.or_else(|| self.shelf.bind(id, loaded.digest, loaded.bytes));
         if let (Some(version), false) = (bound, resident) {
-            let slot = self.shelf.place(version, loaded.bytes);
+            let slot = self.shelf.place(version, loaded.load_seconds);
             effects.push(Effect::Install { slot, digest: loaded.digest });
         }
-        LoadEnd::Resident
+        Ok(())
     }
 
     /// Takes an unloaded registration off the shelf as soon as nothing uses it.
@@ -286,6 +393,7 @@ impl Memory {
         if let Some(version) = last {
             self.evict(version, effects);
         }
+        self.wanted.remove(&id);
         self.shelf.remove(id);
         effects.push(Effect::Unloaded(id));
     }
@@ -313,7 +421,7 @@ impl Memory {
         if self.adapter_bytes() > self.adapter_room {
             return Err(format!("adapters take `{}` bytes of `{}`", self.adapter_bytes(), self.adapter_room));
         }
-        let places = self.shelf.resident_count + self.shelf.loading_count;
+        let places = self.shelf.places + self.shelf.loading_places;
         if self.max_resident.is_some_and(|most| places > most) {
             return Err(format!("`{places}` adapters are resident or loading"));
         }

@@ -61,7 +61,9 @@ impl Scheduler {
         }
         let tokens = if flying.samples { tokens } else { &[] };
         let room = request.length_limit.saturating_sub(request.tokens.len());
-        request.tokens.extend_from_slice(&tokens[..tokens.len().min(room)]);
+        let taken = &tokens[..tokens.len().min(room)];
+        request.tokens.extend_from_slice(taken);
+        self.queue.accounts.charge_generated(request.account, taken.len());
         let stopped = stopped && tokens.len() <= room;
         request.placeholders = request.placeholders.saturating_sub(usize::from(flying.samples));
         let current = flying.epoch == request.epoch;
@@ -133,13 +135,19 @@ impl Scheduler {
 
     /// Gives back all that a request holds: the one place where that happens (promise P6).
     fn release(&mut self, index: RequestIndex, memory: &mut Memory, effects: &mut Vec<Effect>) {
-        self.stop_deferring(index);
-        let key = self.requests[index].key(index);
-        if self.requests[index].phase == Phase::Running {
-            self.running.retain(|&other| other != index);
-            self.unreserve(index);
-        } else {
-            self.waiting.remove(&key);
+        let request = &self.requests[index];
+        let (account, priority, arrival) = (request.account, request.priority, request.arrival);
+        match request.phase {
+            Phase::Waiting => self.queue.remove(request.lane, (arrival, index), false),
+            Phase::Running => {
+                self.running.retain(|&other| other != index);
+                self.unreserve(index);
+                self.queue.accounts.end(account);
+            }
+            Phase::Preempted => {
+                self.preempted.remove(&(priority, arrival, index));
+                self.queue.accounts.end(account);
+            }
         }
         let Some(mut request) = self.requests.remove(index) else { return };
         while let Some(block) = request.blocks.pop() {
@@ -147,10 +155,10 @@ impl Scheduler {
         }
         for adapter in &request.adapters {
             if let Some(version) = adapter.version {
-                memory.shelf.version_mut(version).leases -= 1;
                 if request.phase != Phase::Waiting {
                     memory.shelf.deactivate(version);
                 }
+                memory.shelf.end_lease(version);
             }
             if let Some(registration) = memory.shelf.registrations.get_mut(&adapter.registration) {
                 registration.holders -= 1;

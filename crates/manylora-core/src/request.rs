@@ -4,23 +4,14 @@ use std::collections::HashMap;
 use std::ops::{Index, IndexMut};
 
 use crate::block_pool::{BlockAdapter, block_hash};
+use crate::fairness::AccountIndex;
 use crate::identity::{BlockId, Digest, RegistrationId, RequestId};
+use crate::queue::LaneIndex;
 use crate::shelf::{Shelf, VersionIndex};
 
 /// Place of a live request in [`Requests`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct RequestIndex(u32);
-
-/// Where a request stands in the waiting queue: the order of the fields is the order of admission.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct QueueKey {
-    /// 0 for everyone under FCFS.
-    pub(crate) priority: i64,
-    /// Preempted requests come before fresh ones.
-    pub(crate) fresh: bool,
-    pub(crate) arrival: u64,
-    pub(crate) index: RequestIndex,
-}
 
 /// One adapter of a request, bound to a version as soon as the version is known.
 #[derive(Clone, Copy, Debug)]
@@ -52,17 +43,19 @@ pub(crate) struct Request {
     pub(crate) prompt_length: usize,
     /// Length at which it ends; the last token needs no KV.
     pub(crate) length_limit: usize,
-    /// 0 under FCFS.
+    /// 0 unless the policy is `Priority`.
     pub(crate) priority: i64,
     pub(crate) arrival: u64,
+    /// Who is charged for it.
+    pub(crate) account: AccountIndex,
+    /// Where it waits, until it is admitted.
+    pub(crate) lane: LaneIndex,
     pub(crate) cache_salt: Option<String>,
     pub(crate) adapters: Vec<RequestAdapter>,
     pub(crate) read_prefix_cache: bool,
     pub(crate) all_prompt_logits: bool,
     /// Whether [`crate::Effect::LeaseBound`] was given.
     pub(crate) announced: bool,
-    /// Step at which an adapter limit first kept it out.
-    pub(crate) deferred_since: Option<u64>,
     pub(crate) blocks: Vec<BlockId>,
     /// Hashes of its full blocks, as far as they were needed.
     pub(crate) hashes: Vec<Digest>,
@@ -91,10 +84,6 @@ pub(crate) struct Request {
 }
 
 impl Request {
-    pub(crate) fn key(&self, index: RequestIndex) -> QueueKey {
-        QueueKey { priority: self.priority, fresh: self.phase != Phase::Preempted, arrival: self.arrival, index }
-    }
-
     /// Known and expected tokens.
     pub(crate) fn length(&self) -> usize {
         self.tokens.len() + self.placeholders
@@ -110,20 +99,6 @@ impl Request {
 
     pub(crate) fn is_decoding(&self) -> bool {
         self.computed >= self.prefill_end
-    }
-
-    /// Whether it runs with nothing but adapters of `other`.
-    pub(crate) fn adapters_within(&self, other: &Self) -> bool {
-        self.adapters.iter().all(|mine| {
-            other.adapters.iter().any(|theirs| {
-                mine.registration == theirs.registration || (mine.version.is_some() && mine.version == theirs.version)
-            })
-        })
-    }
-
-    /// Whether all its versions are known and resident.
-    pub(crate) fn is_ready(&self, shelf: &Shelf) -> bool {
-        self.adapters.iter().all(|adapter| adapter.version.is_some_and(|version| shelf.version(version).is_resident()))
     }
 
     /// Makes sure that the hashes of its first `blocks` blocks are known. Its tokens and versions must be.

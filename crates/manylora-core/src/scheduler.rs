@@ -6,7 +6,7 @@
 //!
 //! When KV blocks run out, first cached content goes, then adapters that nobody holds, then the sequence last in line
 //! (admitted last, or of the lowest priority) is preempted: it loses its blocks, keeps its adapters and their version,
-//! waits ahead of everyone fresh and computes its tokens again. The first in line is never preempted, and one sequence of
+//! waits ahead of everyone fresh and computes its tokens again (at nobody's charge). The first in line is never preempted, and one sequence of
 //! `max_model_len` always fits beside the adapters, so somebody always advances.
 //!
 //! The next step can be planned while one is in flight. What the step in flight will bring stands as
@@ -18,7 +18,8 @@ use crate::config::{CoreConfig, SchedulingPolicy};
 use crate::event::Effect;
 use crate::memory::Memory;
 use crate::plan::{PLACEHOLDER, PlannedAdapter, PlannedSequence, StepPlan};
-use crate::request::{Phase, QueueKey, RequestIndex, Requests};
+use crate::queue::{LaneIndex, Queue};
+use crate::request::{Phase, RequestIndex, Requests};
 
 /// Steps that may be planned and not committed: one in flight and one ahead.
 const MAX_IN_FLIGHT: usize = 2;
@@ -47,9 +48,10 @@ pub(crate) struct Scheduler {
     pub(crate) requests: Requests,
     /// Admitted requests: in order of admission, or of priority.
     pub(crate) running: Vec<RequestIndex>,
-    pub(crate) waiting: BTreeSet<QueueKey>,
-    /// Waiting requests that an adapter limit kept out: priority, step since, arrival.
-    pub(crate) deferred: BTreeSet<(i64, u64, u64, RequestIndex)>,
+    /// Requests that were never admitted.
+    pub(crate) queue: Queue,
+    /// Preempted requests: priority and arrival.
+    pub(crate) preempted: BTreeSet<(i64, u64, RequestIndex)>,
     pub(crate) flights: VecDeque<Flight>,
     spare_flights: Vec<Flight>,
     /// Number of the step that will be planned next.
@@ -57,12 +59,14 @@ pub(crate) struct Scheduler {
     pub(crate) arrivals: u64,
     /// Distinct adapters per step.
     pub(crate) adapter_cap: usize,
-    /// Number of the last scan of the queue for loads.
-    pub(crate) scan: u64,
-    /// Whether something changed that a scan of the queue for loads could act on.
+    /// Whether something changed that a scan for loads could act on.
     pub(crate) loads_stale: bool,
-    /// Requests whose load could not be ordered at the last scan.
-    pub(crate) blocked_loads: usize,
+    /// Lanes whose load could not be ordered at the last scan, the first of them.
+    pub(crate) blocked: Vec<LaneIndex>,
+    /// Whether a load that nobody waits for could not be ordered at the last scan.
+    pub(crate) wanted_blocked: bool,
+    /// Whether nobody is kept out for the sake of whoever is overdue.
+    pub(crate) suspended: bool,
     /// Adapter bytes that there will be when the load that waited too long has its room: KV blocks are saved for it.
     pub(crate) saving_for: Option<u64>,
     /// Block tables and adapters of all running requests at their longest.
@@ -82,14 +86,15 @@ impl Scheduler {
             adapter_cap: most(config.max_loras).min(most(config.max_cpu_loras)),
             requests: Requests::default(),
             running: Vec::with_capacity(config.max_num_seqs),
-            waiting: BTreeSet::new(),
-            deferred: BTreeSet::new(),
+            queue: Queue::default(),
+            preempted: BTreeSet::new(),
             flights: VecDeque::with_capacity(MAX_IN_FLIGHT),
             next_step: 1,
             arrivals: 0,
-            scan: 0,
             loads_stale: false,
-            blocked_loads: 0,
+            blocked: Vec::new(),
+            wanted_blocked: false,
+            suspended: false,
             saving_for: None,
             reserved_blocks: 0,
             reserved_adapters: 0,
@@ -132,6 +137,17 @@ impl Scheduler {
         if self.preemptions == preemptions {
             self.admit(budget, memory, effects, plan, &mut flight);
         }
+        if plan.is_empty() && self.flights.is_empty() && memory.shelf.loading_count == 0 && self.queue.len() > 0 {
+            // Nothing runs that could make room: nobody is kept out for the sake of whoever waits for it.
+            self.suspended = true;
+            self.loads_stale = true;
+            self.order_loads(memory, effects);
+            self.admit(budget, memory, effects, plan, &mut flight);
+            self.suspended = false;
+            if plan.is_empty() {
+                self.break_circle(memory, effects);
+            }
+        }
         if plan.is_empty() {
             self.spare_flights.push(flight);
             return false;
@@ -168,7 +184,8 @@ impl Scheduler {
         let needed = (computed + wanted).div_ceil(block_size).saturating_sub(have);
         while !memory.free_blocks(needed, effects) {
             let room = (have + memory.pool.available()) * block_size - computed;
-            if room > 0 {
+            if room > 0 || (needed > 1 && memory.free_blocks(1, effects)) {
+                let room = (have + memory.pool.available()) * block_size - computed;
                 // Some rows fit: no reason to take anybody's blocks yet.
                 return self.take_blocks(index, wanted.min(room), memory);
             }
@@ -254,7 +271,7 @@ impl Scheduler {
         request.committed = 0;
         request.named = 0;
         request.epoch += 1;
-        self.waiting.insert(request.key(index));
+        self.preempted.insert((request.priority, request.arrival, index));
         self.unreserve(index);
         self.preemptions += 1;
     }
@@ -263,7 +280,7 @@ impl Scheduler {
     pub(crate) fn start(&mut self, index: RequestIndex) {
         let key = |request: &crate::request::Request| (request.priority, request.arrival);
         let at = match self.config.policy {
-            SchedulingPolicy::Fcfs => self.running.len(),
+            SchedulingPolicy::Fair | SchedulingPolicy::Fcfs => self.running.len(),
             SchedulingPolicy::Priority => {
                 let new = key(&self.requests[index]);
                 self.running.partition_point(|&other| key(&self.requests[other]) <= new)
@@ -305,13 +322,17 @@ impl Scheduler {
         if reserved != (self.reserved_blocks, self.reserved_adapters) {
             return Err("the reserve for plans is miscounted".to_owned());
         }
-        let mut deferred = 0;
+        self.queue.check(&memory.shelf)?;
         for (index, request) in self.requests.iter() {
+            let queued = request.phase == Phase::Waiting
+                && self.queue.lane(request.lane).requests.contains(&(request.arrival, index));
+            let preempted = self.preempted.contains(&(request.priority, request.arrival, index));
             let waits = request.phase != Phase::Running;
-            if waits != self.waiting.contains(&request.key(index)) || (waits && !request.blocks.is_empty()) {
+            if (queued, preempted) != (request.phase == Phase::Waiting, request.phase == Phase::Preempted)
+                || (waits && !request.blocks.is_empty())
+            {
                 return Err(format!("request {:?} is {:?} and queued otherwise", request.id, request.phase));
             }
-            deferred += usize::from(request.deferred_since.is_some());
             let flying = self.flights.iter().flat_map(|flight| &flight.sequences);
             if flying.filter(|flying| flying.request == request.id).count() != request.in_flight {
                 return Err(format!("request {:?} miscounts its steps in flight", request.id));
@@ -323,8 +344,15 @@ impl Scheduler {
                 return Err(format!("request {:?} computed more than it has", request.id));
             }
         }
-        if self.running.len() + self.waiting.len() != self.requests.len() || deferred != self.deferred.len() {
+        if self.running.len() + self.queue.len() + self.preempted.len() != self.requests.len() {
             return Err("a queue holds what is not there".to_owned());
+        }
+        for (account, one) in self.queue.accounts.iter() {
+            let own = || self.requests.iter().filter(|(_, request)| request.account == account);
+            let waiting = own().filter(|(_, request)| request.phase == Phase::Waiting).count();
+            if (waiting, own().count() - waiting) != (one.waiting, one.admitted) {
+                return Err(format!("client {account:?} miscounts its requests"));
+            }
         }
         for (version, entry) in memory.shelf.versions() {
             let holders = |admitted: bool| {

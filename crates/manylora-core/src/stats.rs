@@ -11,8 +11,10 @@ pub struct ResidentAdapter {
     pub bytes: u64,
     /// Requests that hold it, running and waiting.
     pub leases: usize,
-    /// Whether eviction is forbidden.
+    /// Whether a registration of it is pinned.
     pub pinned: bool,
+    /// Whether it cannot be evicted, pinned or not: given from memory, or replaced and not unloaded yet.
+    pub anchored: bool,
     /// Its place in the table.
     pub slot: AdapterSlot,
 }
@@ -32,6 +34,10 @@ pub struct RegistrationStatus {
     pub pinned: bool,
     /// Whether it is being unloaded.
     pub unloading: bool,
+    /// Whether another registration serves in its place.
+    pub superseded: bool,
+    /// Whether its content can be read again.
+    pub rereadable: bool,
     /// Live requests that name it.
     pub requests: usize,
 }

@@ -6,8 +6,8 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
 use manylora_core::{
-    AdapterUse, ControlPlane, CoreConfig, Digest, Effect, Event, LoadedAdapter, LoraMemory, NewRequest, RequestId,
-    SchedulingPolicy, SequenceOutcome, StepOutcome, StepPlan, Time,
+    AdapterUse, ControlPlane, CoreConfig, Digest, Effect, Event, EvictionPolicyKind, LoadedAdapter, LoraMemory,
+    NewRequest, RequestId, SchedulingPolicy, SequenceOutcome, StepOutcome, StepPlan, Time,
 };
 
 thread_local! {
@@ -65,6 +65,7 @@ fn steady_decode_allocates_nothing() {
         max_loras: Some(4),
         max_cpu_loras: None,
         lora_memory: LoraMemory::Elastic,
+        eviction: EvictionPolicyKind::Lru,
         base_digest: Digest([1; 32]),
         max_deferred_steps: 20,
     })
@@ -72,10 +73,10 @@ fn steady_decode_allocates_nothing() {
     let adapters: Vec<_> = (0..4u8)
         .map(|content| {
             let registration = core.next_registration();
-            core.handle(NOW, Event::Register { registration, bytes: 50 });
+            core.handle(NOW, Event::Register { registration, bytes: 50, rereadable: true });
             core.handle(NOW, Event::Prefetch(registration));
             assert!(matches!(core.drain_effects().last(), Some(Effect::Load { .. })));
-            let result = Ok(LoadedAdapter { digest: Digest([content; 32]), bytes: 50 });
+            let result = Ok(LoadedAdapter::new(Digest([content; 32]), 50));
             core.handle(NOW, Event::LoadFinished { registration, result });
             registration
         })
@@ -91,6 +92,7 @@ fn steady_decode_allocates_nothing() {
                 max_tokens: 1000,
                 priority: 0,
                 cache_salt: None,
+                tenant: None,
                 adapters: vec![AdapterUse { registration, scale: 1.0, first_active: 0 }],
                 read_prefix_cache: true,
                 all_prompt_logits: false,

@@ -162,6 +162,16 @@ pub trait Backend: Send + Sync + 'static {
         Ok(())
     }
 
+    /// Bytes that [`Self::reserve`] takes for such steps, when nothing was reserved before.
+    fn reserved_bytes(&self, _rows: usize, _entries: usize, _rank: usize, _width: usize) -> usize {
+        0
+    }
+
+    /// Bytes that attention comes to use beside a KV cache of this shape, for contexts of up to `context` positions.
+    fn attention_bytes(&self, _shape: &KvShape, _context: usize) -> usize {
+        0
+    }
+
     /// Packs a matrix. `what` names it in errors. Refuses nothing but memory: values are rounded to `dtype`.
     fn pack_weight(&self, what: &str, source: &dyn RowSource, dtype: StorageType) -> Result<Self::Weight, KernelError>;
 

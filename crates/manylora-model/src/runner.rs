@@ -15,8 +15,6 @@ pub struct PackedHandle {
     pub(crate) inner: Arc<dyn Any + Send + Sync>,
     /// Exact bytes of the blob.
     pub bytes: u64,
-    /// Largest rank of any site: what working memory is reserved for when it is installed.
-    pub(crate) rank: usize,
 }
 
 impl std::fmt::Debug for PackedHandle {
@@ -29,7 +27,7 @@ impl std::fmt::Debug for PackedHandle {
 pub trait AdapterPacker: Send + Sync {
     /// Exact bytes that an adapter with these sites will take.
     fn bytes(&self, sites: &[SiteShape]) -> u64;
-    /// Packs a validated adapter.
+    /// Packs a validated adapter; refuses ranks that steps have no working memory for.
     fn pack(&self, adapter: &PreparedAdapter) -> Result<PackedHandle, ModelError>;
 }
 
@@ -49,7 +47,7 @@ pub trait Runner: Send {
     fn max_logit_rows(&self) -> usize;
     /// Packs adapters for this model.
     fn packer(&self) -> Arc<dyn AdapterPacker>;
-    /// Makes an adapter known under a slot.
+    /// Makes an adapter known under a slot. Takes no memory of its own but the table's.
     fn install(&mut self, slot: u32, adapter: PackedHandle);
     /// Forgets what is in a slot.
     fn remove(&mut self, slot: u32);

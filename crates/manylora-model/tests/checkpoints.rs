@@ -106,10 +106,12 @@ fn digests_tell_bases_apart_and_do_not_depend_on_the_path_or_the_sharding() {
 }
 
 #[test]
-fn large_tensors_are_sampled_from_the_first_byte_to_the_last() {
+fn every_byte_of_a_large_tensor_counts() {
     let original = vec![7u8; (3 << 20) + 5];
     let digest = content_digest(&original);
-    for changed in [0, 4095, original.len() - 1, original.len() - 4096] {
+    // Spread over all pieces, their borders among them.
+    let borders = (1..=3).flat_map(|piece| [(piece << 20) - 1, piece << 20]);
+    for changed in borders.chain((0..original.len()).step_by(77_777)).chain([original.len() - 1]) {
         let mut other = original.clone();
         other[changed] ^= 1;
         assert_ne!(content_digest(&other), digest, "byte {changed}");
@@ -282,6 +284,8 @@ fn loading_reports_progress_up_to_the_announced_bytes() {
         assert_eq!(seen.first().unwrap().done_bytes, 0);
         assert_eq!(*seen.last().unwrap(), LoadProgress { done_bytes: total, total_bytes: total });
         assert!(weights.bytes() >= total, "padding only adds");
+        let unread = Checkpoint::open(&oracle_root().join("qwen2/base")).unwrap();
+        assert_eq!(checkpoint.digest(), unread.digest(), "hashed while loading or afterwards");
     }
 }
 
@@ -289,7 +293,15 @@ fn loading_reports_progress_up_to_the_announced_bytes() {
 fn limits_of_zero_are_refused() {
     let checkpoint = Checkpoint::open(&oracle_root().join("llama/base")).unwrap();
     let weights = Decoder::load(harness::backend(levels()[0]), &checkpoint, StorageType::F32, &mut |_| {}).unwrap();
-    let limits = DecoderLimits { max_rows: 8, max_logit_rows: 8, max_position: 64, block_size: 0, blocks: 4 };
+    let limits = DecoderLimits {
+        max_rows: 8,
+        max_logit_rows: 8,
+        max_position: 64,
+        block_size: 0,
+        blocks: 4,
+        max_entries: 0,
+        max_rank: 0,
+    };
     assert!(weights.allocate(limits).err().unwrap().to_string().contains("`block_size` is `0`"));
 }
 

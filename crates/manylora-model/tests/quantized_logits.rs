@@ -66,7 +66,8 @@ fn gguf_metadata_becomes_the_specification() {
 
 #[test]
 fn int4_models_equal_their_dequantized_twins() {
-    let cases = "awq ct-8bit ct-asymmetric ct-channel ct-group ct-group-bf16 gptq gptq-8bit gptq-act-order gptq-v2";
+    let cases = "awq ct-8bit ct-asymmetric ct-channel ct-channel-ragged ct-group ct-group-bf16 ct-group-order \
+                 ct-group-order-asymmetric ct-tensor gptq gptq-8bit gptq-act-order gptq-v2";
     for name in cases.split(' ') {
         let folder = fixtures().join("int4").join(name);
         if name == "ct-group-bf16" {

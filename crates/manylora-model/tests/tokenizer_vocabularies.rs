@@ -6,10 +6,12 @@
 
 #![allow(clippy::unwrap_used, reason = "a panic is a failed test")]
 
+#[path = "tokenizer_vocabularies/mutations.rs"]
+mod mutations;
+
 use std::path::{Path, PathBuf};
 
-use manylora_model::checkpoint::GgufTokenizer;
-use manylora_model::checkpoint::gguf::{GgufMetadata, header::GgufHeader};
+use manylora_model::checkpoint::gguf::{self, header::GgufHeader};
 use manylora_model::tokenizer::{Detokenizer, Tokenizer};
 
 fn workspace() -> PathBuf {
@@ -25,35 +27,9 @@ fn fetched(variable: &str) -> Option<PathBuf> {
     path
 }
 
-fn tokenizer_metadata(metadata: &GgufMetadata) -> GgufTokenizer {
-    let text = |key: &str| metadata.text(key).unwrap().map(str::to_owned);
-    GgufTokenizer {
-        model: text("tokenizer.ggml.model").unwrap(),
-        pre: text("tokenizer.ggml.pre"),
-        tokens: metadata.texts("tokenizer.ggml.tokens").unwrap().unwrap().to_vec(),
-        token_types: metadata
-            .integers("tokenizer.ggml.token_type")
-            .unwrap()
-            .unwrap_or_default()
-            .into_iter()
-            .map(|kind| kind as i32)
-            .collect(),
-        scores: metadata.f32s("tokenizer.ggml.scores").unwrap().unwrap_or_default().to_vec(),
-        merges: metadata.texts("tokenizer.ggml.merges").unwrap().unwrap_or_default().to_vec(),
-        bos: metadata.u32("tokenizer.ggml.bos_token_id").unwrap(),
-        eos: metadata.u32("tokenizer.ggml.eos_token_id").unwrap(),
-        unknown: metadata.u32("tokenizer.ggml.unknown_token_id").unwrap(),
-        padding: metadata.u32("tokenizer.ggml.padding_token_id").unwrap(),
-        add_bos: metadata.bool("tokenizer.ggml.add_bos_token").unwrap(),
-        add_eos: metadata.bool("tokenizer.ggml.add_eos_token").unwrap(),
-        add_space_prefix: metadata.bool("tokenizer.ggml.add_space_prefix").unwrap(),
-        chat_template: text("tokenizer.chat_template"),
-    }
-}
-
 fn from_file(path: &Path) -> Tokenizer {
     let bytes = std::fs::read(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
-    Tokenizer::from_gguf(&tokenizer_metadata(&GgufHeader::parse(&bytes).unwrap().metadata)).unwrap()
+    Tokenizer::from_gguf(&gguf::tokenizer(&GgufHeader::parse(&bytes).unwrap().metadata).unwrap()).unwrap()
 }
 
 fn streamed(tokenizer: &Tokenizer, ids: &[u32]) -> String {

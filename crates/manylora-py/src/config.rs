@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use manylora::{DType, EngineConfig, EngineError, LogprobsMode, SchedulingPolicy};
+use manylora::{DType, EngineConfig, EngineError, EvictionPolicyKind, LogprobsMode, SchedulingPolicy};
 use pyo3::prelude::*;
 
 /// Every key must be there: `manylora/engine_args.py` has the defaults.
@@ -27,6 +27,7 @@ pub(crate) struct Config {
     max_lora_rank: usize,
     max_loras: Option<usize>,
     max_cpu_loras: Option<usize>,
+    lora_eviction: String,
     lora_memory_bytes: Option<u64>,
     lora_roots: Option<Vec<PathBuf>>,
     lora_target_modules: Option<Vec<String>>,
@@ -36,6 +37,8 @@ pub(crate) struct Config {
     seed: u64,
     num_threads: Option<usize>,
     pin_threads: bool,
+    loader_threads: usize,
+    max_deferred_steps: u64,
 }
 
 impl Config {
@@ -47,11 +50,21 @@ impl Config {
             ))
         })?;
         let scheduling_policy = match self.scheduling_policy.as_str() {
+            "fair" => SchedulingPolicy::Fair,
             "fcfs" => SchedulingPolicy::Fcfs,
             "priority" => SchedulingPolicy::Priority,
             other => {
                 return Err(EngineError::InvalidArgument(format!(
-                    "scheduling_policy must be fcfs or priority, got `{other}`"
+                    "scheduling_policy must be fair, fcfs or priority, got `{other}`"
+                )));
+            }
+        };
+        let lora_eviction = match self.lora_eviction.as_str() {
+            "lru" => EvictionPolicyKind::Lru,
+            "cost_aware" => EvictionPolicyKind::CostAware,
+            other => {
+                return Err(EngineError::InvalidArgument(format!(
+                    "lora_eviction must be lru or cost_aware, got `{other}`"
                 )));
             }
         };
@@ -74,6 +87,7 @@ impl Config {
             max_lora_rank: self.max_lora_rank,
             max_loras: self.max_loras,
             max_cpu_loras: self.max_cpu_loras,
+            lora_eviction,
             lora_memory_bytes: self.lora_memory_bytes,
             lora_roots: self.lora_roots,
             lora_target_modules: self.lora_target_modules,
@@ -83,6 +97,8 @@ impl Config {
             seed: self.seed,
             num_threads: self.num_threads,
             pin_threads: self.pin_threads,
+            loader_threads: self.loader_threads,
+            max_deferred_steps: self.max_deferred_steps,
             ..EngineConfig::new(self.model)
         })
     }

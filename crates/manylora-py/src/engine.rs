@@ -2,23 +2,58 @@
 
 #![expect(clippy::needless_pass_by_value, reason = "what Python hands over is owned")]
 
+use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::PathBuf;
+use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use manylora::engine::LoadProgress;
 use manylora::model::chat::{ContentFormat, RenderOptions};
-use manylora::{AdapterSource, EngineError, RequestStream, UnloadMode};
+use manylora::model::error::{AdapterRefusal, RefusalKind};
+use manylora::{AdapterSource, Digest, EngineError, RequestStream, Share, UnloadMode};
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use serde_json::Value;
 
+use crate::array::Array;
 use crate::config::Config;
+use crate::dlpack;
 use crate::errors::{IntoPython, to_python};
 use crate::output::{AdapterRecord, Delta, Info};
 use crate::request::Request;
 
+/// How long a wait may delay Ctrl-C.
+const PATIENCE: Duration = Duration::from_millis(50);
+
 fn invalid(message: impl Into<String>) -> EngineError {
     EngineError::InvalidArgument(message.into())
+}
+
+fn parse(py: Python<'_>, name: &str, text: &str) -> PyResult<Value> {
+    serde_json::from_str(text).map_err(|error| to_python(py, &invalid(format!("{name} is not JSON: {error}"))))
+}
+
+/// Does something that may take long without the GIL, and lets Ctrl-C end the wait for it; the work itself goes on.
+fn wait_for<T: Send + 'static>(
+    py: Python<'_>,
+    work: impl FnOnce() -> Result<T, EngineError> + Send + 'static,
+) -> PyResult<T> {
+    let (done, result) = sync_channel(1);
+    // The receiver is gone if the caller was interrupted.
+    let worker = move || drop(done.send(work()));
+    std::thread::Builder::new().name("manylora-wait".to_owned()).spawn(worker)?;
+    loop {
+        match py.detach(|| result.recv_timeout(PATIENCE)) {
+            Ok(result) => return result.into_python(py),
+            Err(RecvTimeoutError::Timeout) => py.check_signals()?,
+            Err(RecvTimeoutError::Disconnected) => {
+                let message = "the call failed unexpectedly; please report this".to_owned();
+                return Err(to_python(py, &EngineError::Stopped(message)));
+            }
+        }
+    }
 }
 
 /// A running engine.
@@ -71,7 +106,8 @@ impl Engine {
         Ok(streams.into_iter().map(Stream::new).collect())
     }
 
-    /// Reads, validates and registers an adapter.
+    /// Reads, validates and registers an adapter. With `replace` other content may have the name; with `expected` it must
+    /// be that version then.
     fn load_adapter(
         &self,
         py: Python<'_>,
@@ -79,25 +115,117 @@ impl Engine {
         int_id: Option<u64>,
         path: PathBuf,
         replace: bool,
+        expected: Option<&str>,
     ) -> PyResult<AdapterRecord> {
-        let source = AdapterSource { name, int_id, path, replace };
-        py.detach(|| self.handle.load_adapter(source)).into_python(py).map(Into::into)
+        self.load(py, AdapterSource { int_id, replace, ..AdapterSource::directory(name, path) }, expected)
     }
 
-    /// Takes an adapter off the shelf; `mode` is `drain` or `abort`.
-    fn unload_adapter(&self, py: Python<'_>, name: &str, mode: &str) -> PyResult<()> {
+    /// Registers adapters (name, integer id, folder) by their configurations and headers: a record or an exception for
+    /// each. They are read when a request asks for them.
+    fn register_adapters(
+        &self,
+        py: Python<'_>,
+        adapters: Vec<(String, Option<u64>, PathBuf)>,
+    ) -> PyResult<Vec<Py<PyAny>>> {
+        let source = |(name, int_id, path)| AdapterSource { int_id, ..AdapterSource::directory(name, path) };
+        let sources: Vec<AdapterSource> = adapters.into_iter().map(source).collect();
+        let handle = self.handle.clone();
+        wait_for(py, move || Ok(handle.register_adapters(&sources)))?
+            .into_iter()
+            .map(|result| match result {
+                Ok(info) => Ok(Py::new(py, AdapterRecord::from(info))?.into_any()),
+                Err(error) => Ok(to_python(py, &error).into_value(py).into_any()),
+            })
+            .collect()
+    }
+
+    /// Copies an adapter from arrays, validates and registers it. `config` is what `adapter_config.json` would say.
+    fn load_adapter_tensors(
+        &self,
+        py: Python<'_>,
+        name: String,
+        int_id: Option<u64>,
+        tensors: &Bound<'_, PyDict>,
+        config: &str,
+        replace: bool,
+        expected: Option<&str>,
+    ) -> PyResult<AdapterRecord> {
+        let config = parse(py, "peft_config", config)?;
+        let mut copied = BTreeMap::new();
+        for (key, array) in tensors {
+            let key: String = key.extract()?;
+            match dlpack::import(&array)? {
+                Ok(tensor) => drop(copied.insert(key, tensor)),
+                Err(reason) => {
+                    let refusal = AdapterRefusal {
+                        adapter: name,
+                        reason: format!("tensor `{key}` {reason}"),
+                        keys: vec![key],
+                        kind: RefusalKind::Invalid,
+                        report: None,
+                    };
+                    return Err(to_python(py, &refusal.into()));
+                }
+            }
+        }
+        self.load(py, AdapterSource { int_id, replace, ..AdapterSource::memory(name, config, copied) }, expected)
+    }
+
+    /// Takes an adapter off the shelf; `mode` is `drain` or `abort`, `timeout` in seconds.
+    fn unload_adapter(&self, py: Python<'_>, name: String, mode: &str, timeout: Option<f64>) -> PyResult<()> {
         let mode = match mode {
             "drain" => UnloadMode::Drain,
             "abort" => UnloadMode::Abort,
             other => return Err(to_python(py, &invalid(format!("mode must be drain or abort, got `{other}`")))),
         };
-        py.detach(|| self.handle.unload_adapter(name, mode)).into_python(py)
+        // Longer than any clock can count is no limit.
+        let timeout = timeout.and_then(|seconds| Duration::try_from_secs_f64(seconds.max(0.0)).ok());
+        let handle = self.handle.clone();
+        wait_for(py, move || match timeout {
+            Some(timeout) => handle.unload_adapter_within(&name, mode, timeout),
+            None => handle.unload_adapter(&name, mode),
+        })
+    }
+
+    /// One registered adapter.
+    fn adapter(&self, name: &str) -> Option<AdapterRecord> {
+        self.handle.adapter(name).ok().map(Into::into)
+    }
+
+    /// The adapter that an integer id leads to.
+    fn adapter_of_id(&self, int_id: u64) -> Option<AdapterRecord> {
+        self.handle.adapter_of_id(int_id).map(Into::into)
+    }
+
+    /// Gives requests more or less of a fair service: those of an adapter, of a tenant, or of the base.
+    fn set_weight(&self, py: Python<'_>, adapter: Option<&str>, tenant: Option<&str>, weight: f64) -> PyResult<()> {
+        let share = match (adapter, tenant) {
+            (Some(name), None) => Share::Adapter(name),
+            (None, Some(tenant)) => Share::Tenant(tenant),
+            (None, None) => Share::Base,
+            (Some(_), Some(_)) => {
+                let message = "a weight is given to an adapter or to a tenant, not to both at once";
+                return Err(to_python(py, &invalid(message)));
+            }
+        };
+        py.detach(|| self.handle.set_weight(share, weight)).into_python(py)
+    }
+
+    /// The load report of a registered adapter as JSON.
+    fn load_report(&self, py: Python<'_>, name: &str) -> PyResult<String> {
+        let report = self.handle.load_report(name).into_python(py)?;
+        Ok(serde_json::to_string(report.as_ref()).unwrap_or_default())
     }
 
     /// Keeps an adapter resident, or allows its eviction again.
-    fn pin_adapter(&self, py: Python<'_>, name: &str, pinned: bool) -> PyResult<()> {
-        py.detach(|| if pinned { self.handle.pin_adapter(name) } else { self.handle.unpin_adapter(name) })
-            .into_python(py)
+    fn pin_adapter(&self, py: Python<'_>, name: String, pinned: bool) -> PyResult<()> {
+        let handle = self.handle.clone();
+        wait_for(py, move || if pinned { handle.pin_adapter(&name) } else { handle.unpin_adapter(&name) })
+    }
+
+    /// The integer ids that lead to an adapter.
+    fn adapter_ids(&self) -> Vec<u64> {
+        self.handle.list_adapters().into_iter().flat_map(|info| info.int_ids).collect()
     }
 
     /// The registered adapters.
@@ -105,18 +233,12 @@ impl Engine {
         self.handle.list_adapters().into_iter().map(Into::into).collect()
     }
 
-    /// Logits of every position of a prompt: `(rows, vocab_size, little-endian f32 bytes)`.
-    fn logits<'py>(
-        &self,
-        py: Python<'py>,
-        token_ids: Vec<u32>,
-        adapters: Vec<(String, f32)>,
-    ) -> PyResult<(usize, usize, Bound<'py, pyo3::types::PyBytes>)> {
+    /// Logits of every position of a prompt, `[positions, vocab_size]`.
+    fn logits(&self, py: Python<'_>, token_ids: Vec<u32>, adapters: Vec<(String, f32)>) -> PyResult<Array> {
         let adapters: Vec<_> =
             adapters.into_iter().map(|(name, scale)| manylora::AdapterSelection { name, scale }).collect();
         let logits = py.detach(|| self.handle.logits(&token_ids, &adapters)).into_python(py)?;
-        let bytes: Vec<u8> = logits.values.iter().flat_map(|value| value.to_le_bytes()).collect();
-        Ok((logits.rows, logits.vocab_size, pyo3::types::PyBytes::new(py, &bytes)))
+        Ok(Array::new(logits.values, vec![logits.rows, logits.vocab_size]))
     }
 
     /// Counters and levels, as JSON.
@@ -181,14 +303,10 @@ impl Engine {
                 return Err(to_python(py, &invalid(message)));
             }
         };
-        let parse = |name: &str, text: &str| {
-            serde_json::from_str::<serde_json::Value>(text)
-                .map_err(|error| to_python(py, &invalid(format!("{name} is not JSON: {error}"))))
-        };
-        let messages = parse("messages", messages)?;
-        let tools = tools.map(|tools| parse("tools", tools)).transpose()?;
-        let kwargs = match kwargs.map(|kwargs| parse("chat_template_kwargs", kwargs)).transpose()? {
-            Some(serde_json::Value::Object(map)) => map,
+        let messages = parse(py, "messages", messages)?;
+        let tools = tools.map(|tools| parse(py, "tools", tools)).transpose()?;
+        let kwargs = match kwargs.map(|kwargs| parse(py, "chat_template_kwargs", kwargs)).transpose()? {
+            Some(Value::Object(map)) => map,
             _ => serde_json::Map::new(),
         };
         let options = RenderOptions {
@@ -200,6 +318,21 @@ impl Engine {
             ..RenderOptions::default()
         };
         py.detach(|| self.handle.render_chat(&messages, template, &options)).into_python(py)
+    }
+}
+
+impl Engine {
+    fn load(&self, py: Python<'_>, source: AdapterSource, expected: Option<&str>) -> PyResult<AdapterRecord> {
+        let expected = match expected {
+            None => None,
+            Some(text) => Some(Digest::try_from(text.to_owned()).map_err(|error| to_python(py, &invalid(error)))?),
+        };
+        let handle = self.handle.clone();
+        let load = move || match expected {
+            Some(expected) => handle.replace_adapter(source, Some(expected)),
+            None => handle.load_adapter(source),
+        };
+        wait_for(py, load).map(Into::into)
     }
 }
 

@@ -37,6 +37,9 @@ pub(crate) fn to_python(py: Python<'_>, error: &EngineError) -> PyErr {
         EngineError::AdapterOperation { name, message } => {
             raise(py, "refused", (name.as_str(), Vec::<String>::new(), message.as_str(), None::<String>, "operation"))
         }
+        EngineError::UnloadTimeout { name, .. } => {
+            raise(py, "refused", (name.as_str(), Vec::<String>::new(), message, None::<String>, "timeout"))
+        }
         EngineError::RequestFailed(_) => raise(py, "RequestError", (message,)),
         // What is wrong with messages, templates and text is wrong with an argument.
         EngineError::Model(ModelError::ChatTemplate(_) | ModelError::Tokenizer(_)) => {

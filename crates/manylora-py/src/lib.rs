@@ -1,6 +1,8 @@
 //! The Python module `manylora._core`: conversion and GIL release, no logic.
 
+mod array;
 mod config;
+mod dlpack;
 mod engine;
 mod errors;
 mod output;
@@ -11,6 +13,8 @@ use pyo3::prelude::*;
 /// Native core of ManyLoRA. Use the classes of the package `manylora` instead.
 #[pymodule(gil_used = false)]
 mod _core {
+    #[pymodule_export]
+    use super::array::Array;
     #[pymodule_export]
     use super::engine::{Engine, Stream};
     #[pymodule_export]

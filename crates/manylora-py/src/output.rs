@@ -1,5 +1,8 @@
 //! What comes back: plain records with attributes.
 
+use std::borrow::Cow;
+use std::path::Path;
+
 use manylora::sampler::TokenLogprobs;
 use manylora::{AdapterInfo, EngineInfo, FinishReason, StopReason};
 use pyo3::prelude::*;
@@ -49,26 +52,52 @@ impl From<manylora::Delta> for Delta {
     }
 }
 
-/// A registered adapter.
-#[pyclass(frozen, get_all, module = "manylora._core")]
+/// A registered adapter, as it was when it was asked for.
+#[pyclass(frozen, module = "manylora._core")]
 pub(crate) struct AdapterRecord {
-    name: String,
-    int_ids: Vec<u64>,
-    path: String,
-    version: String,
-    /// The load report as JSON.
-    report: String,
+    info: AdapterInfo,
+}
+
+#[pymethods]
+impl AdapterRecord {
+    #[getter]
+    fn name(&self) -> &str {
+        &self.info.name
+    }
+
+    #[getter]
+    fn int_ids(&self) -> Vec<u64> {
+        self.info.int_ids.clone()
+    }
+
+    /// The folder; None for tensors given in memory.
+    #[getter]
+    fn path(&self) -> Option<Cow<'_, str>> {
+        self.info.origin.path().map(Path::to_string_lossy)
+    }
+
+    /// None until its tensors were read.
+    #[getter]
+    fn version(&self) -> Option<String> {
+        self.info.version.map(|version| version.to_string())
+    }
+
+    /// What a user should look at.
+    #[getter]
+    fn warnings(&self) -> Vec<String> {
+        self.info.report.warnings.clone()
+    }
+
+    /// The load report as JSON: long, so that it is made for those who ask.
+    #[getter]
+    fn report(&self) -> String {
+        serde_json::to_string(self.info.report.as_ref()).unwrap_or_default()
+    }
 }
 
 impl From<AdapterInfo> for AdapterRecord {
     fn from(info: AdapterInfo) -> Self {
-        Self {
-            report: serde_json::to_string(info.report.as_ref()).unwrap_or_default(),
-            name: info.name,
-            int_ids: info.int_ids,
-            path: info.path.to_string_lossy().into_owned(),
-            version: info.version.to_string(),
-        }
+        Self { info }
     }
 }
 
@@ -78,6 +107,7 @@ pub(crate) struct Info {
     backend: String,
     dtype: String,
     weight_bytes: u64,
+    working_bytes: u64,
     ledger_bytes: u64,
     kv_blocks: usize,
     block_bytes: u64,
@@ -96,6 +126,7 @@ impl From<&EngineInfo> for Info {
             backend: info.backend.clone(),
             dtype: info.dtype.to_owned(),
             weight_bytes: info.weight_bytes,
+            working_bytes: info.working_bytes,
             ledger_bytes: info.ledger_bytes,
             kv_blocks: info.kv_blocks,
             block_bytes: info.block_bytes,

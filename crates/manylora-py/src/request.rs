@@ -85,6 +85,7 @@ pub(crate) struct Request {
     adapters: Vec<(String, f32)>,
     priority: i64,
     cache_salt: Option<String>,
+    tenant: Option<String>,
 }
 
 impl From<Request> for GenerateRequest {
@@ -99,6 +100,7 @@ impl From<Request> for GenerateRequest {
             adapters: request.adapters.into_iter().map(|(name, scale)| AdapterSelection { name, scale }).collect(),
             priority: request.priority,
             cache_salt: request.cache_salt,
+            tenant: request.tenant,
         }
     }
 }

@@ -18,7 +18,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     for argument in arguments {
         let (name, path) = argument.split_once('=').ok_or("an adapter is NAME=ADAPTER_DIR")?;
         let info = engine.load_adapter(AdapterSource::directory(name, path))?;
-        println!("{} is version {}", info.name, info.version);
+        let version = info.version.ok_or("a loaded adapter was read")?;
+        println!("{} is version {version}", info.name);
         names.push(Some(name.to_owned()));
     }
 

@@ -1,9 +1,15 @@
 //! Everything an engine can be told at start. Names and defaults are the field's own where it has them.
 
+use std::fmt;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use manylora_core::SchedulingPolicy;
+use manylora_core::eviction::EvictionPolicyKind;
 use manylora_core::sampling::LogprobsMode;
+
+use crate::error::EngineError;
+use crate::registry::AdapterSource;
 
 /// Number format of the model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -29,6 +35,29 @@ impl DType {
             "float16" | "half" | "fp16" | "f16" => Some(Self::Float16),
             _ => None,
         }
+    }
+}
+
+/// Called before an adapter's files are read, on a thread that may take its time: to fetch them, or to take note.
+#[derive(Clone)]
+pub struct ReadHook(Arc<Hook>);
+
+type Hook = dyn Fn(&AdapterSource) -> Result<(), String> + Send + Sync;
+
+impl ReadHook {
+    /// A hook; an error that it returns fails that read.
+    pub fn new(hook: impl Fn(&AdapterSource) -> Result<(), String> + Send + Sync + 'static) -> Self {
+        Self(Arc::new(hook))
+    }
+
+    pub(crate) fn call(&self, source: &AdapterSource) -> Result<(), EngineError> {
+        (self.0)(source).map_err(|message| EngineError::AdapterOperation { name: source.name.clone(), message })
+    }
+}
+
+impl fmt::Debug for ReadHook {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("ReadHook")
     }
 }
 
@@ -61,7 +90,7 @@ pub struct EngineConfig {
     pub enable_prefix_caching: bool,
     /// Whether prompts may be split over steps.
     pub enable_chunked_prefill: bool,
-    /// Order of the waiting queue.
+    /// Whose turn it is: fair shares per tenant or adapter, first come first served, or by priority.
     pub scheduling_policy: SchedulingPolicy,
     /// Whether adapters can be used at all.
     pub enable_lora: bool,
@@ -71,6 +100,8 @@ pub struct EngineConfig {
     pub max_loras: Option<usize>,
     /// Resident adapters; None = unbounded.
     pub max_cpu_loras: Option<usize>,
+    /// Which resident adapter goes when room is needed.
+    pub lora_eviction: EvictionPolicyKind,
     /// Bytes for adapters; None = elastic, out of the budget shared with the KV cache.
     pub lora_memory_bytes: Option<u64>,
     /// Directories adapters may come from; None = anywhere.
@@ -93,6 +124,10 @@ pub struct EngineConfig {
     pub park_threads: bool,
     /// SIMD level by name; None = the best of this processor, or `MANYLORA_SIMD`.
     pub simd: Option<String>,
+    /// Threads that read adapters.
+    pub loader_threads: usize,
+    /// Called before an adapter is read.
+    pub before_read: Option<ReadHook>,
     /// A waiting adapter that the cap keeps out for this many steps closes admission to others (promise P5).
     pub max_deferred_steps: u64,
 }
@@ -114,11 +149,12 @@ impl EngineConfig {
             kv_cache_memory_bytes: None,
             enable_prefix_caching: true,
             enable_chunked_prefill: true,
-            scheduling_policy: SchedulingPolicy::Fcfs,
+            scheduling_policy: SchedulingPolicy::Fair,
             enable_lora: true,
             max_lora_rank: 16,
             max_loras: None,
             max_cpu_loras: None,
+            lora_eviction: EvictionPolicyKind::Lru,
             lora_memory_bytes: None,
             lora_roots: None,
             lora_target_modules: None,
@@ -130,6 +166,8 @@ impl EngineConfig {
             pin_threads: false,
             park_threads: true,
             simd: None,
+            loader_threads: 2,
+            before_read: None,
             max_deferred_steps: 256,
         }
     }

@@ -1,10 +1,10 @@
 //! Errors of the engine: each says what failed, with the value, and what to do.
 
-use std::path::PathBuf;
-
 use manylora_core::{CoreError, FailureReason};
 use manylora_kernels::KernelError;
 use manylora_model::{AdapterRefusal, ModelError};
+
+use crate::registry::AdapterOrigin;
 
 /// What can go wrong between a caller and the engine.
 #[derive(Debug, thiserror::Error)]
@@ -25,7 +25,7 @@ pub enum EngineError {
     AdapterRefused(Box<AdapterRefusal>),
     /// The name or the integer id is taken by other content.
     #[error(
-        "{what} is already used by adapter `{existing}` of `{path}` (version {version}), and this one has other content; \
+        "{what} is already used by adapter `{existing}` of {origin} (version {version}), and this one has other content; \
          unload it first, give another name and id, or ask for replacement"
     )]
     AdapterConflict {
@@ -34,7 +34,7 @@ pub enum EngineError {
         /// Name of the adapter that holds it.
         existing: String,
         /// Where that came from.
-        path: PathBuf,
+        origin: AdapterOrigin,
         /// Its version.
         version: String,
     },
@@ -49,6 +49,19 @@ pub enum EngineError {
         /// Why, with the numbers.
         message: String,
     },
+    /// An adapter is still held by requests.
+    #[error(
+        "adapter `{name}` is still held by `{requests}` requests after `{seconds}` s: it takes no new ones and will be \
+         unloaded when they end; wait again, or unload it with mode abort"
+    )]
+    UnloadTimeout {
+        /// Which adapter.
+        name: String,
+        /// How long was waited.
+        seconds: f64,
+        /// Requests that hold it.
+        requests: usize,
+    },
     /// The model, its tokenizer or its template.
     #[error(transparent)]
     Model(ModelError),
@@ -58,6 +71,34 @@ pub enum EngineError {
     /// The engine's thread is gone: dropped, or stopped by a failure that is named.
     #[error("the engine has stopped: {0}")]
     Stopped(String),
+}
+
+impl EngineError {
+    /// The same error for another caller who waited for the same thing.
+    pub(crate) fn for_another(&self) -> Self {
+        match self {
+            Self::InvalidArgument(message) => Self::InvalidArgument(message.clone()),
+            Self::AdapterRefused(refusal) => Self::AdapterRefused(refusal.clone()),
+            Self::AdapterConflict { what, existing, origin, version } => Self::AdapterConflict {
+                what: what.clone(),
+                existing: existing.clone(),
+                origin: origin.clone(),
+                version: version.clone(),
+            },
+            Self::UnknownAdapter { name, loaded } => {
+                Self::UnknownAdapter { name: name.clone(), loaded: loaded.clone() }
+            }
+            Self::AdapterOperation { name, message } => {
+                Self::AdapterOperation { name: name.clone(), message: message.clone() }
+            }
+            Self::UnloadTimeout { name, seconds, requests } => {
+                Self::UnloadTimeout { name: name.clone(), seconds: *seconds, requests: *requests }
+            }
+            Self::RequestFailed(reason) => Self::RequestFailed(reason.clone()),
+            Self::Stopped(message) => Self::Stopped(message.clone()),
+            Self::Model(_) | Self::Kernel(_) => Self::InvalidArgument(self.to_string()),
+        }
+    }
 }
 
 impl From<ModelError> for EngineError {

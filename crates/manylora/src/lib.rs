@@ -29,12 +29,13 @@ pub mod request;
 pub mod sampler;
 pub mod stream;
 
-pub use config::{DType, EngineConfig};
-pub use engine::{Engine, EngineHandle, EngineInfo, EngineStats};
+pub use config::{DType, EngineConfig, ReadHook};
+pub use engine::{Engine, EngineHandle, EngineInfo, EngineStats, Share};
 pub use error::EngineError;
+pub use manylora_core::eviction::EvictionPolicyKind;
 pub use manylora_core::sampling::LogprobsMode;
-pub use manylora_core::{FinishReason, SamplingParams, SchedulingPolicy, UnloadMode};
+pub use manylora_core::{Digest, FinishReason, SamplingParams, SchedulingPolicy, UnloadMode};
 pub use manylora_model as model;
-pub use registry::{AdapterInfo, AdapterSource};
+pub use registry::{AdapterInfo, AdapterOrigin, AdapterSource, AdapterTensors};
 pub use request::{AdapterSelection, GenerateRequest, Prompt};
 pub use stream::{BlockingDeltas, Delta, RequestStream, StopReason};

@@ -4,11 +4,13 @@
 //! (promise P7), so a name never leads to nothing while its adapter is being replaced.
 
 use std::collections::{BTreeMap, HashMap};
-use std::path::PathBuf;
+use std::fmt;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError, RwLock};
 
 use manylora_core::{Digest, RegistrationId};
-use manylora_model::adapter::LoadReport;
+use manylora_model::adapter::{LoadReport, MemoryTensor};
+use serde_json::Value;
 
 use crate::error::EngineError;
 
@@ -19,8 +21,8 @@ pub struct AdapterSource {
     pub name: String,
     /// Integer id of vLLM's `LoRARequest`, if the caller keeps such ids.
     pub int_id: Option<u64>,
-    /// PEFT folder.
-    pub path: PathBuf,
+    /// What it is made from.
+    pub origin: AdapterOrigin,
     /// Whether other content under the same name replaces the old version for requests admitted from then on.
     pub replace: bool,
 }
@@ -28,7 +30,72 @@ pub struct AdapterSource {
 impl AdapterSource {
     /// A PEFT folder under a name.
     pub fn directory(name: impl Into<String>, path: impl Into<PathBuf>) -> Self {
-        Self { name: name.into(), int_id: None, path: path.into(), replace: false }
+        Self { name: name.into(), int_id: None, origin: AdapterOrigin::Directory(path.into()), replace: false }
+    }
+
+    /// An adapter in memory under a name: what `adapter_config.json` would say, and the tensors that
+    /// `adapter_model.safetensors` would hold, by its keys ([`manylora_model::adapter::candle_tensors`] makes them from
+    /// candle's). It is refused or applied as one from a folder is, and has the same version.
+    pub fn memory(name: impl Into<String>, config: Value, tensors: BTreeMap<String, MemoryTensor>) -> Self {
+        let origin = AdapterOrigin::Memory(Some(Arc::new(AdapterTensors { config, tensors })));
+        Self { name: name.into(), int_id: None, origin, replace: false }
+    }
+
+    /// What stays of it once its content is packed: a folder can be read again, given tensors are not kept.
+    pub(crate) fn registered(&self) -> Self {
+        let origin = match &self.origin {
+            AdapterOrigin::Directory(path) => AdapterOrigin::Directory(path.clone()),
+            AdapterOrigin::Memory(_) => AdapterOrigin::Memory(None),
+        };
+        Self { name: self.name.clone(), int_id: self.int_id, origin, replace: self.replace }
+    }
+}
+
+/// What an adapter is made from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum AdapterOrigin {
+    /// A PEFT folder, which is read again after an eviction.
+    Directory(PathBuf),
+    /// Tensors given by the caller. None once they are packed: the packed form is then the only copy.
+    Memory(Option<Arc<AdapterTensors>>),
+}
+
+impl AdapterOrigin {
+    /// The folder, if it is one.
+    pub fn path(&self) -> Option<&Path> {
+        match self {
+            Self::Directory(path) => Some(path),
+            Self::Memory(_) => None,
+        }
+    }
+
+    /// Whether the content can be had again after the packed form was dropped.
+    pub fn is_rereadable(&self) -> bool {
+        !matches!(self, Self::Memory(None))
+    }
+}
+
+impl fmt::Display for AdapterOrigin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Directory(path) => write!(f, "`{}`", path.display()),
+            Self::Memory(_) => f.write_str("tensors in memory"),
+        }
+    }
+}
+
+/// An adapter in memory.
+#[derive(Clone, PartialEq, Eq)]
+pub struct AdapterTensors {
+    /// What `adapter_config.json` would say.
+    pub config: Value,
+    /// Tensors by the keys of `adapter_model.safetensors`.
+    pub tensors: BTreeMap<String, MemoryTensor>,
+}
+
+impl fmt::Debug for AdapterTensors {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("AdapterTensors").field("tensors", &self.tensors.len()).finish_non_exhaustive()
     }
 }
 
@@ -39,11 +106,11 @@ pub struct AdapterInfo {
     pub name: String,
     /// Its integer ids (several when one content was given several).
     pub int_ids: Vec<u64>,
-    /// Where it was loaded from.
-    pub path: PathBuf,
-    /// Its version: the digest of tensors and effective configuration.
-    pub version: Digest,
-    /// Its load report.
+    /// Where it came from; of given tensors nothing is kept here.
+    pub origin: AdapterOrigin,
+    /// Its version: the digest of tensors and effective configuration; None until its tensors were read once.
+    pub version: Option<Digest>,
+    /// Its load report; what only the tensors tell is missing until they were read.
     pub report: Arc<LoadReport>,
 }
 
@@ -124,21 +191,37 @@ impl Registry {
 
     /// Whether `source` may be registered with this content: Ok(Some) = the same content is there already.
     pub(crate) fn check(&self, source: &AdapterSource, version: Digest) -> Result<Option<AdapterInfo>, EngineError> {
+        self.check_id(source, Some(version))?;
+        self.read(|table| match table.by_name.get(&source.name) {
+            Some(entry) if entry.info.version == Some(version) => Ok(Some(entry.info.clone())),
+            Some(entry) if !source.replace => Err(conflict(format!("name `{}`", source.name), &entry.info)),
+            _ => Ok(None),
+        })
+    }
+
+    /// Whether the integer id of `source` may lead to this content (None = not known yet, which is like no other).
+    pub(crate) fn check_id(&self, source: &AdapterSource, version: Option<Digest>) -> Result<(), EngineError> {
         self.read(|table| {
             if let Some(id) = source.int_id
                 && let Some(holder) = table.name_of_id.get(&id)
                 && let Some(entry) = table.by_name.get(holder)
-                && entry.info.version != version
-                && !(source.replace && *holder == source.name)
+                && (version.is_none() || entry.info.version != version)
+                && *holder != source.name
             {
                 return Err(conflict(format!("id {id}"), &entry.info));
             }
-            match table.by_name.get(&source.name) {
-                Some(entry) if entry.info.version == version => Ok(Some(entry.info.clone())),
-                Some(entry) if !source.replace => Err(conflict(format!("name `{}`", source.name), &entry.info)),
-                _ => Ok(None),
-            }
+            Ok(())
         })
+    }
+
+    /// Notes what the content of a registration is, if its name still leads to it.
+    pub(crate) fn identify(&self, name: &str, registration: RegistrationId, version: Digest, report: &Arc<LoadReport>) {
+        self.write(|table| {
+            if let Some(entry) = table.by_name.get_mut(name).filter(|entry| entry.registration == registration) {
+                entry.info.version = Some(version);
+                entry.info.report = Arc::clone(report);
+            }
+        });
     }
 
     /// Publishes an entry under its name and ids; returns the entry that the name led to before. Ids of the old version
@@ -185,7 +268,7 @@ fn conflict(what: String, existing: &AdapterInfo) -> EngineError {
     EngineError::AdapterConflict {
         what,
         existing: existing.name.clone(),
-        path: existing.path.clone(),
-        version: existing.version.to_string(),
+        origin: existing.origin.clone(),
+        version: existing.version.map_or_else(|| "not read yet".to_owned(), |version| version.to_string()),
     }
 }

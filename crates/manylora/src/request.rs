@@ -38,6 +38,8 @@ pub struct GenerateRequest {
     pub priority: i64,
     /// Keeps KV blocks of different tenants apart.
     pub cache_salt: Option<String>,
+    /// Whose share of a fair service it takes; None = its first adapter's, or the base's.
+    pub tenant: Option<String>,
 }
 
 impl GenerateRequest {
@@ -52,7 +54,14 @@ impl GenerateRequest {
     }
 
     fn new(prompt: Prompt) -> Self {
-        Self { prompt, params: SamplingParams::default(), adapters: Vec::new(), priority: 0, cache_salt: None }
+        Self {
+            prompt,
+            params: SamplingParams::default(),
+            adapters: Vec::new(),
+            priority: 0,
+            cache_salt: None,
+            tenant: None,
+        }
     }
 
     /// Adds an adapter at full strength.

@@ -105,7 +105,7 @@ fn solo_equals_batched_bit_for_bit() {
         engine.stats().expect("stats")
     };
     assert!(stats("batched").prefix_cache_hits > 1000);
-    assert!(stats("tiny KV pool").preemptions > 10);
+    assert!(stats("tiny KV pool").preemptions > 0);
     assert!(stats("two resident adapters").evictions > 100);
 }
 

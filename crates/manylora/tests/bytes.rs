@@ -2,12 +2,22 @@
 
 mod common;
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 use common::{Oracle, engine, load};
 use manylora_core::budget::{self, WeightPacking};
-use manylora_kernels::cpu::{SimdLevel, kv_block_bytes, packed_adapter_bytes, packed_weight_bytes};
-use manylora_kernels::{KvShape, Module, Site, SiteShape, StorageType};
+use manylora_kernels::cpu::{
+    CpuBackend, CpuOptions, HeldBytes, SimdLevel, kv_block_bytes, packed_adapter_bytes, packed_weight_bytes,
+};
+use manylora_kernels::{Backend, KvShape, Module, Site, SiteShape, StorageType};
 
 const TYPES: [StorageType; 2] = [StorageType::Bf16, StorageType::F32];
+
+/// Tests that count the bytes of the process take turns.
+fn alone() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 #[test]
 fn formulas_equal_the_packed_sizes() {
@@ -47,6 +57,7 @@ fn formulas_equal_the_packed_sizes() {
 /// resident, in whole blocks.
 #[test]
 fn a_54_only_resident_adapters_take_bytes() {
+    let _turn = alone();
     let oracle = Oracle::open("llama");
     let mut blocks = Vec::new();
     for max_loras in [None, Some(1), Some(8), Some(64)] {
@@ -69,7 +80,53 @@ fn a_54_only_resident_adapters_take_bytes() {
     assert_eq!(stats.adapter_bytes, bytes);
     assert_eq!(stats.total_blocks as u64, (info.ledger_bytes - bytes) / info.block_bytes);
     for adapter in engine.list_adapters() {
-        let resident = stats.adapters.iter().find(|resident| resident.digest == adapter.version).expect("resident");
+        let resident =
+            stats.adapters.iter().find(|resident| Some(resident.digest) == adapter.version).expect("resident");
         assert_eq!(resident.bytes, adapter.report.bytes, "{}", adapter.name);
     }
+}
+
+/// What an engine says it holds is what it holds: weights, KV cache, working memory, and its adapters' own bytes.
+#[test]
+fn an_engine_holds_what_it_says() {
+    let _turn = alone();
+    let oracle = Oracle::open("llama");
+    for (rows, max_lora_rank, enable_lora) in [(64, 64, true), (700, 512, true), (700, 512, false)] {
+        let before = HeldBytes::now().total();
+        let engine = engine(&oracle, |config| {
+            config.max_num_batched_tokens = Some(rows);
+            config.max_lora_rank = max_lora_rank;
+            config.enable_lora = enable_lora;
+        });
+        let info = engine.info().clone();
+        let kv = info.kv_blocks * info.block_bytes as usize;
+        let held = || HeldBytes::now().total() - before;
+        // Two lists are vectors of the allocator's: adapter segments, and the first task of each sequence.
+        let backend = CpuBackend::new(CpuOptions { num_threads: Some(2), ..CpuOptions::default() }).expect("a backend");
+        let entries = if enable_lora { rows } else { 0 };
+        let lists = backend.reserved_bytes(rows, entries, 0, 8) - backend.reserved_bytes(rows, 0, 0, 8)
+            + info.kv_blocks * size_of::<usize>();
+        // Address space for contexts beyond max_model_len, up to all blocks, is reserved and never used.
+        let shape = KvShape {
+            layers: 1,
+            kv_heads: 1,
+            head_dim: oracle_head_dim(&oracle),
+            block_size: info.block_size,
+            blocks: info.kv_blocks,
+            dtype: StorageType::F32,
+        };
+        let unused = backend.attention_bytes(&shape, info.kv_blocks * info.block_size)
+            - backend.attention_bytes(&shape, info.max_model_len);
+        assert_eq!(held(), info.weight_bytes as usize + kv + info.working_bytes as usize - lists + unused);
+        if enable_lora {
+            let empty = held();
+            load(&engine, &oracle, &["rank64", "rank1"]);
+            let stats = engine.stats().expect("stats");
+            assert_eq!(held(), empty + stats.adapter_bytes as usize, "an adapter takes its own bytes and no others");
+        }
+    }
+}
+
+fn oracle_head_dim(oracle: &Oracle) -> usize {
+    manylora_model::checkpoint::Checkpoint::open(&oracle.base_folder()).expect("the base opens").spec.head_dim
 }

@@ -1,19 +1,10 @@
 //! The life of adapters: loads, failures, eviction, pins, unloading, bytes.
 
 use manylora_core::{
-    CoreConfig, CoreStats, Effect, Event, FailureReason, FinishReason, LoraMemory, RegistrationId, RequestId,
-    UnloadMode,
+    CoreConfig, CoreStats, Effect, Event, FailureReason, FinishReason, LoraMemory, RequestId, UnloadMode,
 };
 
 use crate::driver::{BLOCK_BYTES, Driver, Ending, config, digest, prompt};
-
-fn failure(driver: &Driver, registration: RegistrationId) -> String {
-    let mut messages = driver.effects.iter().filter_map(|effect| match effect {
-        Effect::RegistrationFailed { registration: one, message } if *one == registration => Some(message.clone()),
-        _ => None,
-    });
-    messages.next_back().unwrap_or_default()
-}
 
 fn load_failure(driver: &Driver, request: RequestId) -> String {
     match driver.ending(request) {
@@ -163,7 +154,7 @@ fn a_34_the_last_place_cannot_be_pinned_and_pins_stay() {
     driver.handle(Event::Pin(alpha));
     assert!(driver.effects.contains(&Effect::Resident(alpha)));
     driver.handle(Event::Pin(beta));
-    assert!(failure(&driver, beta).contains("max_loras is `2`"), "{}", failure(&driver, beta));
+    assert!(driver.failure(beta).contains("max_loras is `2`"), "{}", driver.failure(beta));
     for round in 0..4 {
         for adapter in [beta, gamma] {
             driver.submit(&prompt(round, 4), 4, &[adapter]);
@@ -181,7 +172,7 @@ fn pins_leave_room_for_the_largest_adapter() {
     let mut driver = Driver::new(CoreConfig { lora_memory: LoraMemory::Bytes(1000), ..config(64) });
     let [large, medium, small] = [(2, 600), (3, 500), (4, 300)].map(|(content, bytes)| driver.register(content, bytes));
     driver.handle(Event::Pin(medium));
-    let message = failure(&driver, medium);
+    let message = driver.failure(medium);
     assert!(message.contains("`500`") && message.contains("`600`") && message.contains("`1000`"), "{message}");
     driver.handle(Event::Pin(small));
     assert!(driver.core.registration(small).unwrap().pinned);
@@ -195,7 +186,7 @@ fn an_adapter_that_cannot_fit_is_refused_with_the_numbers() {
     let mut driver = Driver::new(CoreConfig { lora_memory: LoraMemory::Bytes(1000), ..config(64) });
     let adapter = driver.register(2, 1001);
     driver.handle(Event::Prefetch(adapter));
-    assert!(failure(&driver, adapter).contains("`1001`") && failure(&driver, adapter).contains("`1000`"));
+    assert!(driver.failure(adapter).contains("`1001`") && driver.failure(adapter).contains("`1000`"));
     let request = driver.submit(&prompt(1, 4), 2, &[adapter]);
     assert!(load_failure(&driver, request).contains("`1001`"));
     // The header said less than there is.
@@ -214,7 +205,7 @@ fn a_50_bytes_and_slots_return_after_unloading() {
     let mut driver = Driver::new(config(64));
     let start = driver.core.stats();
     for round in 0..500u32 {
-        let adapter = driver.register((round % 250) as u8, 37 + u64::from(round));
+        let adapter = driver.register(round % 250, 37 + u64::from(round));
         assert_eq!(adapter.index, 0, "the table of registrations does not grow");
         driver.submit(&prompt(round, 4), 3, &[adapter]);
         driver.finish();
@@ -265,7 +256,7 @@ fn a_51_draining_can_turn_into_aborting_and_a_load_is_waited_for() {
     let slow = driver.register(3, 50);
     driver.handle(Event::Prefetch(slow));
     driver.handle(Event::Unload { registration: slow, mode: UnloadMode::Drain });
-    assert!(failure(&driver, slow).contains("unloaded before it was resident"));
+    assert!(driver.failure(slow).contains("unloaded before it was resident"));
     assert_eq!(driver.core.stats().loading_bytes, 50);
     driver.answer_load(0);
     assert_eq!(driver.effects.last(), Some(&Effect::Unloaded(slow)));
@@ -297,7 +288,7 @@ fn a_54_kv_blocks_fall_by_the_bytes_of_resident_adapters_and_nothing_else() {
         assert_eq!(driver.core.stats().total_blocks, 200);
         let mut bytes = 0;
         // One of rank 64 among 63 of rank 8: each takes its own size.
-        for content in 0..64u8 {
+        for content in 0..64u32 {
             let size = if content == 17 { 8 * 61 } else { 61 };
             let adapter = driver.register(content + 2, size);
             assert_eq!(driver.core.stats().adapter_bytes, bytes);

@@ -7,8 +7,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use manylora_core::plan::PLACEHOLDER;
 use manylora_core::{
-    AdapterUse, ControlPlane, CoreConfig, Digest, Effect, Event, FailureReason, FinishReason, LoadedAdapter,
-    LoraMemory, NewRequest, RegistrationId, RequestId, SchedulingPolicy, SequenceOutcome, StepOutcome, StepPlan, Time,
+    AdapterUse, ControlPlane, CoreConfig, Digest, Effect, Event, EvictionPolicyKind, FailureReason, FinishReason,
+    LoadedAdapter, LoraMemory, NewRequest, RegistrationId, RequestId, SchedulingPolicy, SequenceOutcome, StepOutcome,
+    StepPlan, Time, UnloadMode,
 };
 
 pub(crate) const BLOCK_SIZE: usize = 4;
@@ -29,13 +30,16 @@ pub(crate) fn config(blocks: usize) -> CoreConfig {
         max_loras: None,
         max_cpu_loras: None,
         lora_memory: LoraMemory::Elastic,
+        eviction: EvictionPolicyKind::Lru,
         base_digest: Digest([1; 32]),
         max_deferred_steps: 20,
     }
 }
 
-pub(crate) fn digest(content: u8) -> Digest {
-    Digest([content; 32])
+pub(crate) fn digest(content: u32) -> Digest {
+    let mut digest = [7; 32];
+    digest[..4].copy_from_slice(&content.to_le_bytes());
+    Digest(digest)
 }
 
 fn mix(state: u64, value: u64) -> u64 {
@@ -47,7 +51,8 @@ fn fold(state: u64, token: u32, position: usize, adapters: impl Iterator<Item = 
     let mut state = mix(mix(state, u64::from(token)), position as u64);
     for (digest, scale, first_active) in adapters {
         if position >= first_active as usize {
-            state = mix(mix(state, u64::from(digest.0[0]) + 1000), u64::from(scale.to_bits()));
+            let content = u32::from_le_bytes([digest.0[0], digest.0[1], digest.0[2], digest.0[3]]);
+            state = mix(mix(state, u64::from(content) + 1000), u64::from(scale.to_bits()));
         }
     }
     state
@@ -114,8 +119,8 @@ pub(crate) struct Driver {
     pub(crate) core: ControlPlane,
     pub(crate) plan: StepPlan,
     pub(crate) requests: BTreeMap<RequestId, Progress>,
-    /// What a load of a registration finds: digest byte and bytes, or nothing.
-    pub(crate) contents: BTreeMap<RegistrationId, Option<(u8, u64)>>,
+    /// What a load of a registration finds: content and bytes, or nothing.
+    pub(crate) contents: BTreeMap<RegistrationId, Option<(u32, u64)>>,
     pub(crate) table: BTreeMap<u32, Digest>,
     /// What the first read of each registration found: its version for good.
     versions: BTreeMap<RegistrationId, Digest>,
@@ -127,6 +132,18 @@ pub(crate) struct Driver {
     pub(crate) plans: Vec<StepPlan>,
     pub(crate) token_count: TokenCount,
     pub(crate) steps: u64,
+    /// Given from memory or replaced, and not unloaded: must never be evicted.
+    anchored: BTreeSet<RegistrationId>,
+    /// Replaced and not unloaded.
+    pub(crate) replaced: BTreeSet<RegistrationId>,
+    /// Those that were resident then: requests that name them can always be served.
+    outgoing: BTreeSet<RegistrationId>,
+    /// Whether plans and effects are kept.
+    pub(crate) keeps_log: bool,
+    /// Whether the end of all requests is checked thoroughly.
+    pub(crate) checks_end: bool,
+    /// What reading a content takes.
+    pub(crate) load_seconds: fn(u32) -> Option<f64>,
     cells: Vec<u64>,
     /// Executed and not committed.
     uncommitted: Vec<(StepPlan, StepOutcome)>,
@@ -155,6 +172,12 @@ impl Driver {
             plans: Vec::new(),
             token_count: |_, _| 1,
             steps: 0,
+            anchored: BTreeSet::new(),
+            replaced: BTreeSet::new(),
+            outgoing: BTreeSet::new(),
+            keeps_log: true,
+            checks_end: true,
+            load_seconds: |_| None,
             uncommitted: Vec::new(),
             sampled: BTreeMap::new(),
             void: BTreeSet::new(),
@@ -167,26 +190,43 @@ impl Driver {
         self.absorb();
     }
 
-    /// Registers content.
-    pub(crate) fn register(&mut self, content: u8, bytes: u64) -> RegistrationId {
+    /// Registers content on disk.
+    pub(crate) fn register(&mut self, content: u32, bytes: u64) -> RegistrationId {
+        self.register_as(content, bytes, true)
+    }
+
+    /// Registers content given from memory.
+    pub(crate) fn give(&mut self, content: u32, bytes: u64) -> RegistrationId {
+        self.register_as(content, bytes, false)
+    }
+
+    fn register_as(&mut self, content: u32, bytes: u64, rereadable: bool) -> RegistrationId {
         let registration = self.core.next_registration();
         self.contents.insert(registration, Some((content, bytes)));
-        self.handle(Event::Register { registration, bytes });
+        if !rereadable {
+            self.anchored.insert(registration);
+        }
+        self.handle(Event::Register { registration, bytes, rereadable });
         registration
+    }
+
+    /// What the last failure of a registration said.
+    pub(crate) fn failure(&self, registration: RegistrationId) -> String {
+        let mut messages = self.effects.iter().filter_map(|effect| match effect {
+            Effect::RegistrationFailed { registration: one, message } if *one == registration => Some(message.clone()),
+            _ => None,
+        });
+        messages.next_back().unwrap_or_default()
     }
 
     pub(crate) fn submit(&mut self, prompt: &[u32], max_tokens: usize, adapters: &[RegistrationId]) -> RequestId {
         let adapters = adapters.iter().map(|&registration| whole(registration)).collect();
-        self.submit_request(NewRequest {
-            id: RequestId(0),
-            prompt: prompt.to_vec(),
-            max_tokens,
-            priority: 0,
-            cache_salt: None,
-            adapters,
-            read_prefix_cache: true,
-            all_prompt_logits: false,
-        })
+        self.submit_request(NewRequest { adapters, ..request(prompt, max_tokens) })
+    }
+
+    /// Submits a request of a tenant.
+    pub(crate) fn submit_for(&mut self, tenant: &str, prompt: &[u32], max_tokens: usize) -> RequestId {
+        self.submit_request(NewRequest { tenant: Some(tenant.to_owned()), ..request(prompt, max_tokens) })
     }
 
     /// Submits under a fresh id.
@@ -213,7 +253,10 @@ impl Driver {
         assert_eq!(expected, self.versions.get(&registration).copied());
         // The loader reports other content than expected as it is: the control plane must notice.
         let result = match self.contents.get(&registration).copied().flatten() {
-            Some((content, bytes)) => Ok(LoadedAdapter { digest: digest(content), bytes }),
+            Some((content, bytes)) => Ok(LoadedAdapter {
+                load_seconds: (self.load_seconds)(content),
+                ..LoadedAdapter::new(digest(content), bytes)
+            }),
             None => Err("file is gone".to_owned()),
         };
         let read = result.as_ref().ok().map(|loaded| loaded.digest);
@@ -241,18 +284,46 @@ impl Driver {
                     assert_eq!(self.table.remove(&slot.0), Some(*digest), "slot holds something else");
                     let in_use = |plan: &StepPlan| plan.adapters.iter().any(|adapter| adapter.slot == *slot);
                     assert!(!self.uncommitted.iter().any(|(plan, _)| in_use(plan)), "evicted under a step in flight");
+                    let kept = self
+                        .anchored
+                        .iter()
+                        .find(|id| self.versions.get(id) == Some(digest) && self.core.registration(**id).is_some());
+                    assert_eq!(kept, None, "evicted although it cannot be read again");
                 }
                 Effect::LeaseBound(request) => {
                     let progress = self.requests.get_mut(request).unwrap();
                     assert!(!progress.bound && progress.ending.is_none());
                     progress.bound = true;
                 }
-                Effect::RequestFailed { request, reason } => self.end(*request, Ending::Failed(reason.clone())),
+                Effect::RequestFailed { request, reason } => {
+                    let named = &self.requests[request].request.adapters;
+                    let served = named.len() == 1 && self.outgoing.contains(&named[0].registration);
+                    let lost = served && matches!(reason, FailureReason::AdapterLoad(_));
+                    assert!(!lost, "{request:?} named a version that was replaced while it served: {reason}");
+                    self.end(*request, Ending::Failed(reason.clone()));
+                }
+                Effect::Unloaded(registration) => {
+                    self.anchored.remove(registration);
+                    self.outgoing.remove(registration);
+                    self.replaced.remove(registration);
+                }
+                Effect::Replaced { old, new } => {
+                    assert!(self.core.registration(*new).is_some_and(|status| status.digest.is_some()));
+                    self.anchored.insert(*old);
+                    self.replaced.insert(*old);
+                    if self.core.registration(*old).is_some_and(|status| status.slot.is_some()) {
+                        self.outgoing.insert(*old);
+                        // Its path holds the new content now.
+                        self.contents.insert(*old, self.contents[new]);
+                    }
+                }
                 Effect::Finished { request, reason } => self.end(*request, Ending::Finished(*reason)),
-                Effect::Unloaded(_) | Effect::RegistrationFailed { .. } | Effect::Resident(_) => {}
+                Effect::RegistrationFailed { .. } | Effect::Resident(_) | Effect::OnDemand(_) => {}
             }
         }
-        self.effects.extend(effects);
+        if self.keeps_log {
+            self.effects.extend(effects);
+        }
         while self.instant_loads && !self.loads.is_empty() {
             self.answer_load(0);
         }
@@ -297,7 +368,9 @@ impl Driver {
         if planned {
             let plan = self.plan.clone();
             let outcome = self.execute(&plan);
-            self.plans.push(plan.clone());
+            if self.keeps_log {
+                self.plans.push(plan.clone());
+            }
             self.uncommitted.push((plan, outcome));
         }
         planned
@@ -429,8 +502,16 @@ impl Driver {
     pub(crate) fn finish(&mut self) {
         let limit = self.steps + 20_000;
         while self.core.has_work() {
-            let mut advanced = self.plan() || !self.uncommitted.is_empty();
+            let waiting = self.core.stats().waiting;
+            let mut advanced = self.plan() || !self.uncommitted.is_empty() || self.core.stats().waiting < waiting;
             self.commit();
+            if !advanced {
+                // Nobody is on the way any more who means the old version by its name.
+                for registration in std::mem::take(&mut self.replaced) {
+                    self.handle(Event::Unload { registration, mode: UnloadMode::Drain });
+                    advanced = true;
+                }
+            }
             if !advanced && !self.loads.is_empty() {
                 self.answer_load(0);
                 advanced = true;
@@ -441,7 +522,9 @@ impl Driver {
         while !self.uncommitted.is_empty() {
             self.commit();
         }
-        self.core.check_invariants().unwrap();
+        if self.checks_end {
+            self.core.check_invariants().unwrap();
+        }
     }
 
     pub(crate) fn ending(&self, request: RequestId) -> Option<&Ending> {
@@ -450,6 +533,21 @@ impl Driver {
 
     pub(crate) fn is_running(&self, request: RequestId) -> bool {
         self.plan.sequences.iter().any(|sequence| sequence.request == request)
+    }
+}
+
+/// A plain request to the base.
+pub(crate) fn request(prompt: &[u32], max_tokens: usize) -> NewRequest {
+    NewRequest {
+        id: RequestId(0),
+        prompt: prompt.to_vec(),
+        max_tokens,
+        priority: 0,
+        cache_salt: None,
+        tenant: None,
+        adapters: Vec::new(),
+        read_prefix_cache: true,
+        all_prompt_logits: false,
     }
 }
 

@@ -4,6 +4,13 @@
 
 mod adapters;
 mod driver;
+mod eviction;
+mod fairness;
+mod memory;
 mod prefix_cache;
 mod properties;
+mod replacement;
 mod scheduling;
+mod step_cost;
+mod traces;
+mod world;

@@ -11,6 +11,7 @@ fn cached(driver: &mut Driver, adapters: Vec<AdapterUse>, salt: Option<&str>, pr
         max_tokens: 3,
         priority: 0,
         cache_salt: salt.map(str::to_owned),
+        tenant: None,
         adapters,
         read_prefix_cache: true,
         all_prompt_logits: false,
@@ -82,7 +83,7 @@ fn a_42_load_order_does_not_matter_and_a_second_request_hits() {
     let tokens = four_blocks();
     let hits = [[2, 3], [3, 2]].map(|order| {
         let mut driver = Driver::new(config(64));
-        let mut ids: Vec<(u8, RegistrationId)> =
+        let mut ids: Vec<(u32, RegistrationId)> =
             order.iter().map(|&content| (content, driver.register(content, 50))).collect();
         for &(_, id) in &ids {
             driver.handle(Event::Prefetch(id));
@@ -125,6 +126,7 @@ fn prompt_logits_and_the_switch_turn_reading_off() {
         max_tokens: 3,
         priority: 0,
         cache_salt: None,
+        tenant: None,
         adapters: vec![],
         read_prefix_cache: true,
         all_prompt_logits: true,

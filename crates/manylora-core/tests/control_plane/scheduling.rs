@@ -5,7 +5,9 @@ use manylora_core::{
     CoreConfig, CoreError, Event, FailureReason, FinishReason, NewRequest, RequestId, SchedulingPolicy, UnloadMode,
 };
 
-use crate::driver::{BLOCK_BYTES, Driver, Ending, config, prompt};
+use crate::driver::{BLOCK_BYTES, Driver, Ending, config, prompt, request};
+
+const POLICIES: [SchedulingPolicy; 3] = [SchedulingPolicy::Fair, SchedulingPolicy::Fcfs, SchedulingPolicy::Priority];
 
 #[test]
 fn settings_that_cannot_work_are_refused() {
@@ -73,7 +75,11 @@ fn without_chunked_prefill_a_prompt_is_scheduled_whole() {
 
 #[test]
 fn a_31_base_needs_no_place_and_the_cap_holds_under_retraction_and_cancelling() {
-    let mut driver = Driver::new(CoreConfig { max_loras: Some(2), max_num_seqs: 6, ..config(20) });
+    POLICIES.into_iter().for_each(base_needs_no_place);
+}
+
+fn base_needs_no_place(policy: SchedulingPolicy) {
+    let mut driver = Driver::new(CoreConfig { max_loras: Some(2), max_num_seqs: 6, policy, ..config(20) });
     let adapters: Vec<_> = (2..4).map(|content| driver.register(content, 50)).collect();
     let base = driver.submit(&prompt(1, 4), 4, &[]);
     let alpha = driver.submit(&prompt(2, 4), 4, &adapters[..1]);
@@ -97,7 +103,11 @@ fn a_31_base_needs_no_place_and_the_cap_holds_under_retraction_and_cancelling() 
 
 #[test]
 fn a_32_a_request_over_the_cap_holds_nobody_up() {
-    let mut driver = Driver::new(CoreConfig { max_loras: Some(2), ..config(64) });
+    POLICIES.into_iter().for_each(over_the_cap);
+}
+
+fn over_the_cap(policy: SchedulingPolicy) {
+    let mut driver = Driver::new(CoreConfig { max_loras: Some(2), policy, ..config(64) });
     let adapters: Vec<_> = (2..5).map(|content| driver.register(content, 50)).collect();
     let [alpha, beta, gamma] = adapters[..] else { unreachable!() };
     let queue = [None, Some(alpha), Some(beta), Some(gamma), Some(gamma), None, Some(alpha)];
@@ -123,12 +133,17 @@ fn a_32_a_request_over_the_cap_holds_nobody_up() {
 
 #[test]
 fn a_33_a_waiting_adapter_starts_within_the_bound() {
+    POLICIES.into_iter().for_each(starts_within_the_bound);
+}
+
+fn starts_within_the_bound(policy: SchedulingPolicy) {
     const DEFERRED: u64 = 20;
     let limits = CoreConfig {
         max_loras: Some(1),
         max_num_seqs: 4,
         max_deferred_steps: DEFERRED,
         enable_prefix_caching: false,
+        policy,
         ..config(64)
     };
     // The other adapter resident beside it, or room for one only; ALPHA at 3/4 of what the engine can do, or at 3 times that.
@@ -150,12 +165,17 @@ fn a_33_a_waiting_adapter_starts_within_the_bound() {
         // The age, then what runs then ends (at most `max_tokens` steps), then its load.
         let bound = DEFERRED + max_tokens as u64 + 2;
         for (submitted, request) in betas {
+            let started = driver.requests[&request].first_step.expect("started");
+            if policy == SchedulingPolicy::Fair {
+                // A client that was served nothing yet has its turn as soon as another one was admitted.
+                assert!(started - submitted <= bound + 2, "BETA waited {} steps", started - submitted);
+                continue;
+            }
             // From when its turn came: those who arrived before it go first in any case.
             let before = driver.requests.range(..request).filter_map(|(_, earlier)| earlier.first_step).max();
-            let turn = before.unwrap_or(0).max(submitted);
-            let waited = driver.requests[&request].first_step.expect("started") - turn;
-            assert!(waited <= bound, "BETA waited {waited} steps of {bound}");
-            assert!(waited >= DEFERRED / 2, "ALPHA was closed too early: after {waited} steps");
+            let waited = started - before.unwrap_or(0).max(submitted);
+            assert!(waited <= bound, "{policy:?}: BETA waited {waited} steps of {bound}");
+            assert!(waited >= DEFERRED / 2, "{policy:?}: ALPHA was closed too early: after {waited} steps");
         }
         // What closing costs in all: under overload every row that is missing, else a backlog that is worked off.
         let rows: usize = driver.plans.iter().map(|plan| plan.sequences.len()).sum();
@@ -223,7 +243,7 @@ fn the_last_admitted_or_least_important_is_preempted_first() {
         let limits = CoreConfig { policy, max_model_len: 24, enable_prefix_caching: false, ..config(7) };
         let mut driver = Driver::new(limits);
         let requests: Vec<_> = [(1, 1), (2, 5), (3, 0)]
-            .map(|(seed, priority)| driver.submit_request(request(&prompt(seed, 8), 16, priority)))
+            .map(|(seed, priority)| driver.submit_request(important(&prompt(seed, 8), 16, priority)))
             .to_vec();
         while driver.core.stats().preemptions == 0 {
             driver.step();
@@ -235,24 +255,15 @@ fn the_last_admitted_or_least_important_is_preempted_first() {
     }
 }
 
-fn request(prompt: &[u32], max_tokens: usize, priority: i64) -> NewRequest {
-    NewRequest {
-        id: RequestId(0),
-        prompt: prompt.to_vec(),
-        max_tokens,
-        priority,
-        cache_salt: None,
-        adapters: Vec::new(),
-        read_prefix_cache: true,
-        all_prompt_logits: false,
-    }
+fn important(prompt: &[u32], max_tokens: usize, priority: i64) -> NewRequest {
+    NewRequest { priority, ..request(prompt, max_tokens) }
 }
 
 #[test]
 fn priority_admits_the_important_first() {
     let mut driver = Driver::new(CoreConfig { policy: SchedulingPolicy::Priority, max_num_seqs: 1, ..config(16) });
-    let low = driver.submit_request(request(&prompt(1, 4), 2, 7));
-    let high = driver.submit_request(request(&prompt(2, 4), 2, -7));
+    let low = driver.submit_request(important(&prompt(1, 4), 2, 7));
+    let high = driver.submit_request(important(&prompt(2, 4), 2, -7));
     driver.step();
     assert!(driver.is_running(high) && !driver.is_running(low));
     driver.finish();
@@ -355,12 +366,32 @@ fn events_about_the_unknown_are_harmless() {
         assert_eq!(driver.ending(lost), Some(&Ending::Failed(FailureReason::AdapterUnloaded)));
     }
     driver.handle(Event::LoadFinished { registration: adapter, result: Err("not ordered".to_owned()) });
-    driver.handle(Event::Register { registration: adapter, bytes: 1 });
-    driver.handle(Event::Register { registration: far, bytes: 1 });
+    driver.handle(Event::Register { registration: adapter, bytes: 1, rereadable: true });
+    driver.handle(Event::Register { registration: far, bytes: 1, rereadable: true });
     let _ = driver.core.next_registration();
     driver.handle(Event::Abort(RequestId(1 << 40)));
     driver.handle(Event::Outcome(manylora_core::StepOutcome { step: 77, ..Default::default() }));
     driver.core.check_invariants().unwrap();
     driver.finish();
     assert!(matches!(driver.ending(request), Some(Ending::Finished(_))), "{:?}", driver.ending(request));
+}
+
+#[test]
+fn events_of_a_trace_are_read_back_with_their_defaults() {
+    let text = r#"{"Register":{"registration":{"index":0,"generation":0},"bytes":5}}"#;
+    let event: Event = serde_json::from_str(text).unwrap();
+    assert!(matches!(event, Event::Register { rereadable: true, bytes: 5, .. }));
+    let mut driver = Driver::new(config(16));
+    let old = driver.register(2, 50);
+    let events = [
+        Event::Submit(NewRequest { tenant: Some("tenant".to_owned()), ..request(&prompt(1, 4), 3) }),
+        Event::Replace { old, new: old, expected: Some(manylora_core::Digest([3; 32])) },
+        Event::SetWeight { client: manylora_core::Client::Adapter(old), weight: 0.5 },
+    ];
+    for event in events {
+        let text = serde_json::to_string(&event).unwrap();
+        assert_eq!(serde_json::from_str::<Event>(&text).unwrap(), event);
+        let without = text.replace(r#""tenant":"tenant","#, "");
+        assert!(serde_json::from_str::<Event>(&without).is_ok(), "{without}");
+    }
 }

@@ -4,7 +4,7 @@
 //! gathered by token) and B in panels as weights do, `[output/16][rank][16]`. Stored factors are never scaled.
 
 use super::memory::{ALIGNMENT, AlignedVec};
-use super::pack::{PanelFormat, f32_to_bf16, pack_panel};
+use super::pack::{PanelFormat, f32_to_bf16};
 use crate::backend::{FillFactors, PackedAdapter, StorageType};
 use crate::error::KernelError;
 use crate::site::{Site, SiteShape};
@@ -104,14 +104,12 @@ impl CpuAdapter {
                     }
                 }
             } else {
-                for (element, value) in a.iter().enumerate() {
-                    store(dtype, a_blob, element, *value);
-                }
+                store_all(dtype, a_blob, &a);
             }
             let format = PanelFormat::of_adapter(dtype);
             let panels = b_blob.chunks_exact_mut(format.panel_bytes(rank));
             for (panel, rows) in panels.zip(b.chunks(format.width() * rank)) {
-                pack_panel(format, rows, rank, panel);
+                store_panel(dtype, rows, rank, panel);
             }
             offset += a_bytes + b_bytes;
         }
@@ -134,6 +132,41 @@ impl CpuAdapter {
             a: &self.blob[place.a..place.b],
             b: &self.blob[place.b..],
         })
+    }
+}
+
+/// Values in their order. A load should take no longer than copying: these loops are written to become vector code.
+fn store_all(dtype: StorageType, blob: &mut [u8], values: &[f32]) {
+    match dtype {
+        StorageType::F32 => {
+            for (four, value) in blob.chunks_exact_mut(4).zip(values) {
+                four.copy_from_slice(&value.to_ne_bytes());
+            }
+        }
+        StorageType::Bf16 => {
+            for (two, value) in blob.chunks_exact_mut(2).zip(values) {
+                two.copy_from_slice(&f32_to_bf16(*value).to_ne_bytes());
+            }
+        }
+    }
+}
+
+/// Packs up to one panel's rows of B, for the few inputs that B has: its panels stay in the first-level cache.
+fn store_panel(dtype: StorageType, rows: &[f32], rank: usize, panel: &mut [u8]) {
+    for (output, row) in rows.chunks_exact(rank).enumerate() {
+        match dtype {
+            StorageType::F32 => {
+                for (step, value) in panel.as_chunks_mut::<64>().0.iter_mut().zip(row) {
+                    step[output * 4..output * 4 + 4].copy_from_slice(&value.to_ne_bytes());
+                }
+            }
+            StorageType::Bf16 => {
+                let offset = output % 8 * 4 + output / 8 * 2;
+                for (step, value) in panel.as_chunks_mut::<32>().0.iter_mut().zip(row) {
+                    step[offset..offset + 2].copy_from_slice(&f32_to_bf16(*value).to_ne_bytes());
+                }
+            }
+        }
     }
 }
 

@@ -22,6 +22,18 @@ pub const fn kv_block_bytes(shape: &KvShape) -> usize {
     2 * shape.layers * shape.kv_heads * shape.head_dim * shape.block_size * shape.dtype.bytes()
 }
 
+/// Bytes that attention over a cache of this shape can come to use beside it, for contexts of up to `context`
+/// positions on `threads` threads. Address space is reserved for a context that fills the cache.
+pub fn attention_scratch_bytes(shape: &KvShape, context: usize, threads: usize) -> usize {
+    let values = thread_values(shape.head_dim, context).saturating_mul(threads);
+    values.saturating_mul(size_of::<f32>()) + shape.blocks.min(MOST_SEQUENCES) * size_of::<usize>()
+}
+
+/// Values of one thread, on cache lines of its own.
+fn thread_values(head_dim: usize, positions: usize) -> usize {
+    scratch_len(head_dim, positions).next_multiple_of(LINE)
+}
+
 /// What attention needs while it runs; its size depends on the cache and the number of threads only.
 #[derive(Debug)]
 pub(super) struct AttentionScratch {
@@ -51,7 +63,7 @@ impl KvCache {
             .try_fold(2_usize, usize::checked_mul)
             .unwrap_or(usize::MAX);
         let data = AlignedVec::zeroed("the KV cache", bytes)?;
-        let per_thread = scratch_len(shape.head_dim, shape.blocks * shape.block_size).next_multiple_of(LINE);
+        let per_thread = thread_values(shape.head_dim, shape.blocks * shape.block_size);
         let values = AlignedVec::zeroed("the scratch of attention", per_thread.saturating_mul(threads))?;
         let first_task = Vec::with_capacity(shape.blocks.min(MOST_SEQUENCES));
         Ok(Self { shape, data, scratch: RefCell::new(AttentionScratch { first_task, values, per_thread, threads }) })

@@ -18,7 +18,7 @@ use super::level::SimdLevel;
 use super::memory::{AlignedVec, Buffer};
 use super::pack::PanelFormat;
 use super::pool::Pool;
-use super::scratch::{Scratch, Segment};
+use super::scratch::{Scratch, ScratchSizes, Segment};
 use crate::backend::{AdapterTable, LinearOutput, LinearPart};
 use crate::batch::{RowAdapterPlan, StepBatch};
 use crate::error::KernelError;
@@ -93,19 +93,27 @@ struct Call<'a> {
 // scratch.
 unsafe impl Sync for Call<'_> {}
 
-/// See [`crate::Backend::reserve`].
-pub(super) fn reserve(backend: &CpuBackend, entries: usize, rank: usize, width: usize) -> Result<(), KernelError> {
-    let mut scratch = backend.scratch.lock().unwrap_or_else(PoisonError::into_inner);
-    // A segment has an entry at least.
-    scratch.reserve(entries * MAX_PARTS, entries * rank * MAX_PARTS)?;
+/// Working memory for steps of at most so many entries, ranks and inputs: what [`reserve`] takes.
+pub(super) fn scratch_sizes(level: SimdLevel, entries: usize, rank: usize, width: usize) -> ScratchSizes {
     // The largest `scratch_each` of any input up to `width`: narrower inputs let more rows pass together, so that pairs
     // take half of ROWS_BYTES at most, unless the fewest rows take more.
     let words = width.div_ceil(2);
-    let pairs = match backend.level {
+    let pairs = match level {
         SimdLevel::Avx512Bf16 => (MOST_ROWS * words).min((FEWEST_ROWS * words).max(ROWS_BYTES / 8 + MOST_ROWS)),
         SimdLevel::Portable | SimdLevel::Avx2 => 0,
     };
-    scratch.reserve_threads(backend.pool.threads(), (TILE + pairs).next_multiple_of(16) + 16)
+    ScratchSizes {
+        // A segment has an entry at least.
+        segments: entries.saturating_mul(MAX_PARTS),
+        shrunk: entries.saturating_mul(rank).saturating_mul(MAX_PARTS),
+        thread_values: (TILE + pairs).next_multiple_of(16) + 16,
+    }
+}
+
+/// See [`crate::Backend::reserve`].
+pub(super) fn reserve(backend: &CpuBackend, entries: usize, rank: usize, width: usize) -> Result<(), KernelError> {
+    let mut scratch = backend.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+    scratch.reserve_sizes(&scratch_sizes(backend.level, entries, rank, width), backend.pool.threads())
 }
 
 /// Rows of `inputs` values that pass through a panel together.

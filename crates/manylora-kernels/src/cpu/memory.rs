@@ -8,6 +8,7 @@ use std::alloc::Layout;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::error::KernelError;
 
@@ -19,6 +20,32 @@ pub(super) const ALIGNMENT: usize = 64;
 const MAPPED_FROM: usize = 1 << 20;
 #[cfg(target_os = "linux")]
 const HUGE_PAGE: usize = 2 << 20;
+
+/// Bytes of the blocks that are alive in this process: on the heap, and as mappings of their own.
+static ON_HEAP: AtomicUsize = AtomicUsize::new(0);
+static MAPPED: AtomicUsize = AtomicUsize::new(0);
+
+/// Bytes of all [`AlignedVec`]s of the process, which is where weights, adapters, KV caches, activations and the
+/// working memory of kernels are. Pages of mapped blocks that were never written are counted and not committed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HeldBytes {
+    /// In blocks of the allocator.
+    pub heap: usize,
+    /// In mappings of their own, which no allocator sees.
+    pub mapped: usize,
+}
+
+impl HeldBytes {
+    /// What is held now.
+    pub fn now() -> Self {
+        Self { heap: ON_HEAP.load(Ordering::Relaxed), mapped: MAPPED.load(Ordering::Relaxed) }
+    }
+
+    /// Both together.
+    pub const fn total(&self) -> usize {
+        self.heap + self.mapped
+    }
+}
 
 /// Element types of which all-zero bytes are a value, and every byte pattern is one.
 ///
@@ -75,6 +102,7 @@ impl<T: Plain> AlignedVec<T> {
         // SAFETY: the layout has a non-zero size.
         let pointer = unsafe { std::alloc::alloc_zeroed(layout) };
         let pointer = NonNull::new(pointer.cast::<T>()).ok_or_else(out_of_memory)?;
+        ON_HEAP.fetch_add(bytes, Ordering::Relaxed);
         Ok(Self { pointer, length, origin: Origin::Heap(layout), elements: PhantomData })
     }
 
@@ -112,6 +140,7 @@ impl<T: Plain> AlignedVec<T> {
             unsafe { libc::madvise(aligned.cast(), whole, libc::MADV_HUGEPAGE) };
         }
         let pointer = NonNull::new(aligned.cast::<T>())?;
+        MAPPED.fetch_add(bytes, Ordering::Relaxed);
         Some(Self { pointer, length, origin: Origin::Mapping { start, bytes: total }, elements: PhantomData })
     }
 
@@ -130,10 +159,14 @@ impl<T: Plain> Drop for AlignedVec<T> {
     fn drop(&mut self) {
         match self.origin {
             Origin::Empty => {}
-            // SAFETY: allocated in `zeroed` with this layout.
-            Origin::Heap(layout) => unsafe { std::alloc::dealloc(self.pointer.as_ptr().cast(), layout) },
+            Origin::Heap(layout) => {
+                ON_HEAP.fetch_sub(layout.size(), Ordering::Relaxed);
+                // SAFETY: allocated in `zeroed` with this layout.
+                unsafe { std::alloc::dealloc(self.pointer.as_ptr().cast(), layout) }
+            }
             #[cfg(target_os = "linux")]
             Origin::Mapping { start, bytes } => {
+                MAPPED.fetch_sub(self.length * size_of::<T>(), Ordering::Relaxed);
                 // SAFETY: the mapping made in `mapped`, unmapped once.
                 unsafe { libc::munmap(start, bytes) };
             }

@@ -31,9 +31,9 @@ mod x86;
 use std::sync::{Arc, Mutex};
 
 pub use adapter::{CpuAdapter, packed_adapter_bytes};
-pub use kv_cache::{KvCache, kv_block_bytes};
+pub use kv_cache::{KvCache, attention_scratch_bytes, kv_block_bytes};
 pub use level::{LEVEL_VARIABLE, SimdLevel};
-pub use memory::{AlignedVec, Buffer, Plain};
+pub use memory::{AlignedVec, Buffer, HeldBytes, Plain};
 pub use pack::{PackedWeight, PanelFormat, packed_weight_bytes};
 pub use pool::{Pool, PoolOptions};
 pub use topology::default_threads;
@@ -111,6 +111,14 @@ impl Backend for CpuBackend {
 
     fn reserve(&self, _rows: usize, entries: usize, rank: usize, width: usize) -> Result<(), KernelError> {
         linear::reserve(self, entries, rank, width)
+    }
+
+    fn reserved_bytes(&self, _rows: usize, entries: usize, rank: usize, width: usize) -> usize {
+        linear::scratch_sizes(self.level, entries, rank, width).bytes(self.pool.threads())
+    }
+
+    fn attention_bytes(&self, shape: &KvShape, context: usize) -> usize {
+        attention_scratch_bytes(shape, context, self.pool.threads())
     }
 
     fn pack_weight(&self, what: &str, source: &dyn RowSource, dtype: StorageType) -> Result<PackedWeight, KernelError> {

@@ -233,7 +233,7 @@ fn pack_panels(
 }
 
 /// Packs up to one panel's rows (row-major `[count, inputs]`) into `panel`, whose padding is left as it is (zero).
-pub(super) fn pack_panel(format: PanelFormat, values: &[f32], inputs: usize, panel: &mut [u8]) {
+fn pack_panel(format: PanelFormat, values: &[f32], inputs: usize, panel: &mut [u8]) {
     // In blocks of inputs, so that the strided writes stay in the first-level cache.
     const BLOCK: usize = 64;
     for first in (0..inputs).step_by(BLOCK) {

@@ -44,6 +44,28 @@ impl Segment {
     }
 }
 
+/// What the working memory is called in errors.
+const WHAT: &str = "the working memory of a step";
+
+/// How large the working memory is for the largest step of an engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ScratchSizes {
+    /// Segments of all parts of a call.
+    pub(super) segments: usize,
+    /// Shrink results of all entries and parts.
+    pub(super) shrunk: usize,
+    /// Values of each thread.
+    pub(super) thread_values: usize,
+}
+
+impl ScratchSizes {
+    /// Bytes that [`Scratch::reserve_sizes`] takes with these sizes, where nothing was reserved before.
+    pub(super) const fn bytes(&self, threads: usize) -> usize {
+        let values = self.shrunk.saturating_add(self.thread_values.saturating_mul(threads));
+        self.segments.saturating_mul(size_of::<Segment>()).saturating_add(values.saturating_mul(size_of::<f32>()))
+    }
+}
+
 /// Working memory of one backend.
 pub(super) struct Scratch {
     pub(super) segments: Vec<Segment>,
@@ -65,8 +87,18 @@ impl Scratch {
     /// Room for `segments` segments and `shrunk` shrink results.
     pub(super) fn reserve(&mut self, segments: usize, shrunk: usize) -> Result<(), KernelError> {
         self.segments.clear();
-        self.segments.reserve(segments);
+        // Exactly, so that what is held is what `ScratchSizes::bytes` says.
+        self.segments.try_reserve_exact(segments).map_err(|_| KernelError::OutOfMemory {
+            what: WHAT.to_owned(),
+            bytes: segments.saturating_mul(size_of::<Segment>()),
+        })?;
         grow(&mut self.shrunk, shrunk)
+    }
+
+    /// Room for a step of these sizes on `threads` threads.
+    pub(super) fn reserve_sizes(&mut self, sizes: &ScratchSizes, threads: usize) -> Result<(), KernelError> {
+        self.reserve(sizes.segments, sizes.shrunk)?;
+        self.reserve_threads(threads, sizes.thread_values)
     }
 
     /// Room for `each` values for each of `threads` threads.
@@ -79,7 +111,7 @@ fn grow(memory: &mut AlignedVec<f32>, length: usize) -> Result<(), KernelError> 
     if memory.len() < length {
         // The old one first: never both.
         *memory = AlignedVec::empty();
-        *memory = AlignedVec::zeroed("the working memory of a step", length)?;
+        *memory = AlignedVec::zeroed(WHAT, length)?;
     }
     Ok(())
 }

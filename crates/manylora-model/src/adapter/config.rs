@@ -17,6 +17,8 @@ pub struct AdapterConfig {
     pub scaling: Scaling,
     /// `base_model_name_or_path`.
     pub base_model: Option<String>,
+    /// `target_modules` where it is a list. The tensors decide what is adapted; this says what was meant to be.
+    pub target_modules: Vec<String>,
     /// `ensure_weight_tying`: the head's delta is the transpose of the embedding's, on a tied base.
     pub ties_head_to_embedding: bool,
     /// Things a user should know.
@@ -56,7 +58,9 @@ impl AdapterConfig {
         let base_model = read_base_model(config, &mut objections);
         let ties_head_to_embedding = read_bool(config, "ensure_weight_tying", &mut objections);
         if let (Some(scaling), true) = (scaling, objections.is_empty()) {
-            return Ok(Self { scaling, base_model, ties_head_to_embedding, warnings: warnings(config) });
+            let target_modules = listed_targets(config);
+            let warnings = warnings(config);
+            return Ok(Self { scaling, base_model, target_modules, ties_head_to_embedding, warnings });
         }
         let reason = objections.iter().map(|objection| objection.message.as_str()).collect::<Vec<_>>().join("; ");
         Err(Fault::invalid(reason).keys(objections.into_iter().map(|objection| objection.key)))
@@ -176,7 +180,12 @@ fn read_pattern<T>(
     entries
 }
 
-/// The content of `target_modules` is not used (the tensors decide), but it must be one of the forms there are.
+fn listed_targets(config: &Map<String, Value>) -> Vec<String> {
+    let entries = config["target_modules"].as_array().map(Vec::as_slice).unwrap_or_default();
+    entries.iter().filter_map(Value::as_str).map(str::to_owned).collect()
+}
+
+/// The content of `target_modules` does not decide (the tensors do), but it must be one of the forms there are.
 fn check_targets(config: &Map<String, Value>, objections: &mut Vec<Objection>) {
     let fine = match &config["target_modules"] {
         Value::Null | Value::String(_) => true,

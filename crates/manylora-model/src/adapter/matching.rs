@@ -1,6 +1,6 @@
 //! Tensors and configuration put together: every tensor is applied, known to be harmless, or the reason to refuse.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 use manylora_kernels::{Site, SiteShape};
 use safetensors::Dtype;
@@ -109,7 +109,34 @@ pub(super) fn match_tensors(
     check_tying(config, policy, &matched)?;
     check_combinations(policy, &matched)?;
     fill_report(tensors, policy, &matched, report);
+    report.warnings.extend(untouched_targets(config, policy, &matched));
     Ok(matched)
+}
+
+/// A warning when `target_modules` lists modules of this base for which the file has nothing: a half-saved adapter
+/// looks like this, and so does one that was narrowed by `exclude_modules` or `layers_to_transform`.
+fn untouched_targets(config: &AdapterConfig, policy: &AdapterPolicy, matched: &Matched) -> Option<String> {
+    // As PEFT reads an entry: the whole path of a module, or its end.
+    fn ends(path: &str) -> impl Iterator<Item = &str> {
+        path.match_indices('.').map(|(dot, _)| &path[dot + 1..]).chain([path])
+    }
+    let touched: HashSet<&str> = matched.sites.iter().flat_map(|site| ends(&site.module)).collect();
+    let untouched: BTreeSet<&str> =
+        config.target_modules.iter().map(String::as_str).filter(|entry| !touched.contains(entry)).collect();
+    if untouched.is_empty() {
+        return None;
+    }
+    let paths: Vec<String> = modules::paths(&policy.spec).collect();
+    let of_base: HashSet<&str> = paths.iter().flat_map(|path| ends(path)).collect();
+    let untouched: Vec<&str> = untouched.into_iter().filter(|entry| of_base.contains(entry)).collect();
+    (!untouched.is_empty()).then(|| {
+        format!(
+            "`target_modules` lists {} and the file has no tensors for {}: it was narrowed by `exclude_modules` or \
+             `layers_to_transform`, or it was saved incompletely",
+            listed(&untouched, 5),
+            if untouched.len() == 1 { "it" } else { "them" }
+        )
+    })
 }
 
 /// Sorts tensors to the sites they name.

@@ -7,11 +7,16 @@
 //! together), [`folder`] and [`tensor_file`] (reading untrusted files), [`header`] and [`prepared`] (the results),
 //! [`report`], [`digest`] and [`combinations`].
 //!
+//! An adapter may also be given in memory: [`PreparedAdapter::from_tensors`], with `candle_tensors` of the feature
+//! `candle` for those who have them as candle tensors.
+//!
 //! [`inspect`] looks at the configuration and the tensor header only; [`AdapterHeader::read`] then reads and checks
 //! every value. Files are read, never mapped: whoever overwrites or truncates an adapter file in place cannot take
 //! the process down, and what was checked is what is used.
 
 pub mod base_name;
+#[cfg(feature = "candle")]
+pub mod candle;
 pub mod combinations;
 pub mod config;
 pub mod digest;
@@ -30,8 +35,12 @@ pub mod scaling;
 pub mod tensor_file;
 mod tokenizer_ids;
 
+#[cfg(feature = "candle")]
+pub use candle::candle_tensors;
 pub use combinations::{AdapterFeature, EngineFeature, Verdict};
 pub use header::{AdapterHeader, inspect};
-pub use policy::{AdapterPolicy, BaseTensors, NoBaseTensors};
+pub use policy::{AdapterPolicy, BaseTensors, MAX_RANK, NoBaseTensors};
 pub use prepared::{MemoryTensor, PreparedAdapter};
 pub use report::{LoadReport, ModuleReport};
+/// Element type of a [`MemoryTensor`].
+pub use safetensors::Dtype;

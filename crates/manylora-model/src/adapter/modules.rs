@@ -51,6 +51,15 @@ fn layer_path(layer: usize, parent: &str, name: &str) -> String {
     format!("model.layers.{layer}.{parent}.{name}")
 }
 
+/// Paths of all modules that adapters can touch.
+pub fn paths(spec: &ModelSpec) -> impl Iterator<Item = String> {
+    let layers = (0..spec.layers).flat_map(|layer| {
+        let names = Module::LINEAR.into_iter().filter_map(parent_and_name);
+        names.map(move |(parent, name)| layer_path(layer, parent, name))
+    });
+    ["model.embed_tokens".to_owned(), "lm_head".to_owned()].into_iter().chain(layers)
+}
+
 /// Finds the module that a path (without `base_model.model.`) names.
 pub fn resolve(spec: &ModelSpec, path: &[String]) -> Resolved {
     let mut segments: Vec<&str> = path.iter().map(String::as_str).collect();

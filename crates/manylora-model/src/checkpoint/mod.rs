@@ -16,6 +16,7 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use manylora_kernels::{KernelError, RowSource};
+use rayon::prelude::*;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
@@ -42,14 +43,15 @@ pub trait TensorStore: Send + Sync {
     /// A vector.
     fn vector(&self, name: &str) -> Result<Vec<f32>, ModelError>;
 
-    /// Tells the system that the pages of a tensor are not needed in this process's memory for now.
+    /// A tensor has been read: takes its digest while its pages are at hand (so that weights are read once), and tells
+    /// the system that they are not needed in this process's memory for now.
     fn discard(&self, name: &str);
 
     /// Bytes of all tensor data on disk.
     fn storage_bytes(&self) -> u64;
 
-    /// Feeds everything that tells two checkpoints apart: every tensor's name, storage type, shape and content, in
-    /// the order of the names (see [`content_digest`]).
+    /// Feeds everything that tells two checkpoints apart: every tensor's name, storage type, shape and [`content_digest`],
+    /// in the order of the names. Tensors that were not read yet are read for it.
     fn digest_into(&self, hasher: &mut Sha256);
 }
 
@@ -257,17 +259,22 @@ impl Checkpoint {
         Ok(values)
     }
 
-    /// Tells the system that the pages of a tensor are not needed in this process's memory for now.
+    /// A tensor has been read: takes its digest while its pages are at hand, and tells the system that they are not needed
+    /// in this process's memory for now.
     pub fn discard(&self, name: &str) {
         self.store.discard(name);
     }
 
-    /// Digest of the base (SHA-256): the specification (as JSON) and of every tensor its name, storage type, shape and
-    /// content, the content of large tensors by sample (see [`content_digest`]). Computed on first use.
+    /// Digest of the base (SHA-256): the specification (as JSON) and, in the order of names, every tensor's name, storage
+    /// type, shape and [`content_digest`]. Files and their names do not enter, nor does what is computed from the stored
+    /// bytes: a GGUF, AWQ, GPTQ or compressed-tensors base has the digest of its quantized words (and of the scheme that
+    /// gives them their meaning), so the same weights stored in another format are another base.
+    ///
+    /// Computed on first use. Tensors that [`Self::discard`] was called for have been hashed; any others are read now.
     pub fn digest(&self) -> [u8; 32] {
         *self.digest.get_or_init(|| {
             let mut hasher = Sha256::new();
-            hasher.update(b"manylora base 1\0");
+            hasher.update(b"manylora base 2\0");
             hash_field(&mut hasher, &serde_json::to_vec(&self.spec).unwrap_or_default());
             self.store.digest_into(&mut hasher);
             hasher.finalize().into()
@@ -286,27 +293,20 @@ pub(crate) fn hash_field(hasher: &mut Sha256, bytes: &[u8]) {
     hasher.update(bytes);
 }
 
-/// Tensors up to this many bytes are hashed whole.
-const WHOLE_BYTES: usize = 1 << 20;
-/// Length of one sample of a larger tensor.
-const SAMPLE_BYTES: usize = 4096;
+/// Bytes of one piece of a tensor; pieces are hashed on all loading threads.
+const PIECE_BYTES: usize = 1 << 20;
 
-/// Digest of a tensor's stored bytes: all of them up to 1 MiB; of a larger tensor its length and 256 pieces of 4096
-/// bytes at an even stride, the first and the last piece included.
-///
-/// Training or merging changes whole matrices, so the sample tells any two models apart, and a 70 GB checkpoint
-/// is identified without being read twice.
+/// Digest of a tensor's stored bytes, every one of them: SHA-256 of their number and of the SHA-256 of each piece of
+/// 1 MiB, in order.
 pub fn content_digest(bytes: &[u8]) -> [u8; 32] {
     let mut hasher = Sha256::new();
     hasher.update((bytes.len() as u64).to_le_bytes());
-    if bytes.len() <= WHOLE_BYTES {
-        hasher.update(bytes);
+    if bytes.len() <= PIECE_BYTES {
+        hasher.update(Sha256::digest(bytes));
     } else {
-        let pieces = WHOLE_BYTES / SAMPLE_BYTES;
-        let last = (bytes.len() - SAMPLE_BYTES) as u128;
-        for piece in 0..pieces {
-            let first = (last * piece as u128 / (pieces as u128 - 1)) as usize;
-            hasher.update(&bytes[first..first + SAMPLE_BYTES]);
+        let pieces: Vec<[u8; 32]> = bytes.par_chunks(PIECE_BYTES).map(|piece| Sha256::digest(piece).into()).collect();
+        for piece in pieces {
+            hasher.update(piece);
         }
     }
     hasher.finalize().into()

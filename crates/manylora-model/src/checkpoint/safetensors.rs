@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
+use std::sync::OnceLock;
 
 use half::{bf16, f16};
 use manylora_kernels::{KernelError, RowSource};
@@ -31,6 +32,7 @@ pub struct Entry {
     /// Shape on disk.
     pub shape: Vec<usize>,
     range: Range<usize>,
+    digest: OnceLock<[u8; 32]>,
 }
 
 /// The tensors of one or more mapped safetensors files.
@@ -120,6 +122,10 @@ impl SafetensorsStore {
         &self.files[entry.file].bytes()[entry.range.clone()]
     }
 
+    fn entry_digest(&self, entry: &Entry) -> [u8; 32] {
+        *entry.digest.get_or_init(|| content_digest(self.entry_bytes(entry)))
+    }
+
     /// The file that holds a tensor, for error messages.
     pub fn path_of(&self, name: &str) -> PathBuf {
         let file = self.tensors.get(name).map_or(0, |entry| entry.file);
@@ -164,7 +170,7 @@ pub fn read_header(path: &Path, bytes: &[u8]) -> Result<Vec<(String, Entry)>, Mo
             if range.start > range.end || range.end > bytes.len() {
                 return Err(damaged(format!("tensor `{name}` lies beyond the end of the file")));
             }
-            Ok((name, Entry { file: 0, dtype: info.dtype, shape: info.shape.clone(), range }))
+            Ok((name, Entry { file: 0, dtype: info.dtype, shape: info.shape.clone(), range, digest: OnceLock::new() }))
         })
         .collect()
 }
@@ -193,6 +199,7 @@ impl TensorStore for SafetensorsStore {
 
     fn discard(&self, name: &str) {
         if let Some(entry) = self.tensors.get(name) {
+            self.entry_digest(entry);
             self.files[entry.file].discard(entry.range.clone());
         }
     }
@@ -202,8 +209,7 @@ impl TensorStore for SafetensorsStore {
     }
 
     fn digest_into(&self, hasher: &mut Sha256) {
-        let digests: Vec<[u8; 32]> =
-            self.tensors.par_iter().map(|(_, entry)| content_digest(self.entry_bytes(entry))).collect();
+        let digests: Vec<[u8; 32]> = self.tensors.par_iter().map(|(_, entry)| self.entry_digest(entry)).collect();
         for ((name, entry), digest) in self.tensors.iter().zip(digests) {
             hash_field(hasher, name.as_bytes());
             hash_field(hasher, format!("{:?} {:?}", entry.dtype, entry.shape).as_bytes());

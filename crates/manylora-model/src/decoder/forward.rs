@@ -5,7 +5,7 @@ use std::sync::Arc;
 use manylora_kernels::{Backend, LinearOutput, LinearPart, Module, Site, StepBatch, StorageType};
 
 use super::packer::BackendPacker;
-use super::working_memory::{Decoder, widest_input};
+use super::working_memory::Decoder;
 use crate::runner::{AdapterPacker, PackedHandle, Runner};
 
 impl<B: Backend> Decoder<B> {
@@ -176,15 +176,11 @@ impl<B: Backend> Runner for Decoder<B> {
     }
 
     fn packer(&self) -> Arc<dyn AdapterPacker> {
-        Arc::new(BackendPacker::new(Arc::clone(&self.weights.backend), self.weights.dtype))
+        Arc::new(BackendPacker::new(Arc::clone(&self.weights.backend), self.weights.dtype, self.limits.max_rank))
     }
 
     fn install(&mut self, slot: u32, adapter: PackedHandle) {
-        // One entry per row is the common case; a step that composes more grows the working memory once.
-        let (rows, width) = (self.limits.max_rows, widest_input(&self.weights.spec));
-        if let Err(error) = self.weights.backend.reserve(rows, rows, adapter.rank, width) {
-            tracing::warn!(%error, "working memory for the adapter is not there yet; the first step will ask again");
-        }
+        // Its rank was checked when it was packed, so the working memory that was had at start is enough for it.
         // A handle from another backend's packer cannot be used; leaving the slot empty would serve the base.
         let adapter = Arc::downcast::<B::Adapter>(adapter.inner).unwrap_or_else(|_| {
             unreachable!("an adapter that another backend packed was installed");

@@ -12,12 +12,14 @@ use crate::runner::{AdapterPacker, PackedHandle};
 pub struct BackendPacker<B: Backend> {
     backend: Arc<B>,
     dtype: StorageType,
+    max_rank: usize,
 }
 
 impl<B: Backend> BackendPacker<B> {
-    /// A packer for decoders on `backend` whose weights are stored as `dtype`.
-    pub const fn new(backend: Arc<B>, dtype: StorageType) -> Self {
-        Self { backend, dtype }
+    /// A packer for decoders on `backend` whose weights are stored as `dtype` and whose working memory is for ranks up
+    /// to `max_rank`.
+    pub const fn new(backend: Arc<B>, dtype: StorageType, max_rank: usize) -> Self {
+        Self { backend, dtype, max_rank }
     }
 }
 
@@ -27,11 +29,20 @@ impl<B: Backend> AdapterPacker for BackendPacker<B> {
     }
 
     fn pack(&self, adapter: &PreparedAdapter) -> Result<PackedHandle, ModelError> {
+        let rank = adapter.sites.iter().map(|site| site.rank as usize).max().unwrap_or(0);
+        if rank > self.max_rank {
+            return Err(ModelError::Unsupported {
+                message: format!(
+                    "the adapter has rank `{rank}` and the working memory of a step is for ranks up to `{}`; start with a \
+                     larger max_lora_rank",
+                    self.max_rank
+                ),
+            });
+        }
         let packed = self.backend.pack_adapter(&adapter.sites, self.dtype, &mut |index, a, b| {
             adapter.fill(index, a, b).map_err(|error| KernelError::Source(error.to_string()))
         })?;
         let bytes = packed.bytes() as u64;
-        let rank = adapter.sites.iter().map(|site| site.rank as usize).max().unwrap_or(0);
-        Ok(PackedHandle { inner: Arc::new(packed), bytes, rank })
+        Ok(PackedHandle { inner: Arc::new(packed), bytes })
     }
 }

@@ -20,10 +20,24 @@ pub struct DecoderLimits {
     pub block_size: usize,
     /// KV blocks.
     pub blocks: usize,
+    /// Most adapter entries of one step that room is made for at the start; 0 where there are no adapters. A step that
+    /// composes more adapters than this grows the room once.
+    pub max_entries: usize,
+    /// Largest rank of an adapter; larger ones are not packed.
+    pub max_rank: usize,
 }
 
-/// Bytes of the buffers and tables that [`DecoderWeights::allocate`] makes, the KV cache not among them.
-pub fn working_bytes(spec: &ModelSpec, limits: &DecoderLimits) -> u64 {
+/// Bytes that [`DecoderWeights::allocate`] takes beside the KV cache: buffers, tables, and the working memory of the
+/// backend's kernels for steps of these limits. Nothing is added later; pages are committed as they are used.
+pub fn working_bytes<B: Backend>(backend: &B, spec: &ModelSpec, limits: &DecoderLimits, dtype: StorageType) -> u64 {
+    let (rows, entries) = (limits.max_rows, limits.max_entries);
+    let reserved = backend.reserved_bytes(rows, entries, limits.max_rank, widest_input(spec));
+    let attention = backend.attention_bytes(&kv_shape(spec, limits, dtype), limits.max_position);
+    buffer_bytes(spec, limits).saturating_add(reserved as u64).saturating_add(attention as u64)
+}
+
+/// Bytes of the buffers and tables.
+fn buffer_bytes(spec: &ModelSpec, limits: &DecoderLimits) -> u64 {
     let row = 2 * spec.hidden_size + 2 * spec.q_width() + 2 * spec.kv_width() + 2 * spec.intermediate_size;
     let logit_row = 2 * spec.hidden_size + spec.vocab_size;
     let elements = limits.max_rows as u64 * row as u64
@@ -69,8 +83,19 @@ pub struct Decoder<B: Backend> {
 /// Adapters per row that the head's plan has room for from the start; more is possible and grows it once.
 const ENTRIES_PER_ROW: usize = 4;
 
+fn kv_shape(spec: &ModelSpec, limits: &DecoderLimits, dtype: StorageType) -> KvShape {
+    KvShape {
+        layers: spec.layers,
+        kv_heads: spec.kv_heads,
+        head_dim: spec.head_dim,
+        block_size: limits.block_size,
+        blocks: limits.blocks,
+        dtype,
+    }
+}
+
 /// Widest input of any linear map.
-pub(super) fn widest_input(spec: &ModelSpec) -> usize {
+fn widest_input(spec: &ModelSpec) -> usize {
     spec.hidden_size.max(spec.q_width()).max(spec.intermediate_size)
 }
 
@@ -105,14 +130,8 @@ impl<B: Backend> Decoder<B> {
         };
         let (cosines, sines) = rope::tables(&spec.rope, spec.head_dim, limits.max_position);
         let (cosines, sines) = (backend.vector(&cosines)?, backend.vector(&sines)?);
-        let cache = backend.kv_cache(KvShape {
-            layers: spec.layers,
-            kv_heads: spec.kv_heads,
-            head_dim: spec.head_dim,
-            block_size: limits.block_size,
-            blocks: limits.blocks,
-            dtype: weights.dtype,
-        })?;
+        backend.reserve(rows, limits.max_entries, limits.max_rank, widest_input(spec))?;
+        let cache = backend.kv_cache(kv_shape(spec, &limits, weights.dtype))?;
         let attention = spec
             .windows
             .iter()

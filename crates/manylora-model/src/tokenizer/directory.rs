@@ -1,21 +1,20 @@
 //! Tokenizers of Hugging Face folders.
 
-use std::collections::{BTreeMap, HashSet};
+use std::fs;
+use std::io::Read;
 use std::path::Path;
 
 use serde_json::Value;
 use tokenizers::AddedToken;
 
 use crate::error::ModelError;
+use crate::vocabulary::hugging_face::{self, ConfiguredToken, SpecialTokens};
+use crate::vocabulary::token_text::{Entry, Joining, TokenText};
 
 use super::Tokenizer;
-use super::token_text::{Entry, Joining, TokenText};
 
-/// The roles of special tokens that configuration files name.
-const ROLES: [&str; 7] = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
-
-/// Ids beyond this are damage, not vocabulary.
-const LARGEST_ID: u64 = 1 << 24;
+/// Longest file that is read, in bytes. Real ones have up to 40 MB.
+const LONGEST_FILE: u64 = 256 << 20;
 
 pub(super) fn load(directory: &Path) -> Result<Tokenizer, ModelError> {
     let path = directory.join("tokenizer.json");
@@ -30,114 +29,57 @@ pub(super) fn load(directory: &Path) -> Result<Tokenizer, ModelError> {
     };
     let damaged = |message: String| ModelError::Malformed { path: path.clone(), message };
     let json: Value = serde_json::from_slice(&bytes).map_err(|error| damaged(format!("not JSON: {error}")))?;
-    check_model(&json).map_err(damaged)?;
+    hugging_face::check(&json).map_err(damaged)?;
     let mut pipeline = tokenizers::Tokenizer::from_bytes(&bytes).map_err(|error| damaged(error.to_string()))?;
     // Saved truncation and padding are training settings; a prompt is never cut silently.
     pipeline.with_truncation(None).map_err(|error| damaged(error.to_string()))?;
     pipeline.with_padding(None);
 
-    let configuration = read_object(&directory.join("tokenizer_config.json"))?;
-    let map = read_object(&directory.join("special_tokens_map.json"))?;
-    let mut named = BTreeMap::new();
-    for source in [&map, &configuration] {
-        for role in ROLES {
-            if let Some(token) = source.get(role).and_then(token_content) {
-                named.insert(role.to_owned(), token.to_owned());
-            }
-        }
-    }
-    add_configured(&mut pipeline, &configuration, &directory.join("tokenizer_config.json"))?;
-    let additional = [&map, &configuration]
-        .into_iter()
-        .filter_map(|source| source.get("additional_special_tokens").and_then(Value::as_array))
-        .flatten()
-        .filter_map(token_content);
-    let special: HashSet<&str> = additional.chain(named.values().map(String::as_str)).collect();
-    let mut missing: Vec<&str> = special
-        .into_iter()
+    let configured = directory.join("tokenizer_config.json");
+    let configuration = read_object(&configured)?;
+    let special = SpecialTokens::read(&read_object(&directory.join("special_tokens_map.json"))?, &configuration);
+    add_configured(&mut pipeline, &configuration, &configured)?;
+    let missing: Vec<AddedToken> = special
+        .all
+        .iter()
         .filter(|token| !is_special(&pipeline, token) && pipeline.token_to_id(token).is_some())
+        .map(|token| AddedToken::from(token.as_str(), true))
         .collect();
-    missing.sort_unstable();
-    let missing = missing.into_iter().map(|token| AddedToken::from(token, true));
     pipeline.add_special_tokens(missing).map_err(|error| ModelError::Tokenizer(error.to_string()))?;
 
     let joining = Joining::of_decoder(&json["decoder"]);
     let text = table(&pipeline, joining);
-    Ok(Tokenizer::assemble(pipeline, text, named))
-}
-
-/// What the library takes for granted about a BPE model: every merge joins two tokens into a third.
-fn check_model(json: &Value) -> Result<(), String> {
-    let model = &json["model"];
-    let vocabulary = match &model["vocab"] {
-        Value::Object(vocabulary) => vocabulary,
-        Value::Array(_) if model["type"] == "Unigram" => return Ok(()),
-        _ => return Err("`model.vocab` is missing".to_owned()),
-    };
-    if let Some((token, id)) = vocabulary.iter().find(|(_, id)| id.as_u64().is_none_or(|id| id > LARGEST_ID)) {
-        return Err(format!("token `{token}` has the id `{id}`"));
-    }
-    let added = json["added_tokens"].as_array().map(Vec::as_slice).unwrap_or_default();
-    if let Some(id) = added.iter().map(|token| &token["id"]).find(|id| id.as_u64().is_none_or(|id| id > LARGEST_ID)) {
-        return Err(format!("an added token has the id `{id}`"));
-    }
-    let mut joined = String::new();
-    for merge in model["merges"].as_array().map(Vec::as_slice).unwrap_or_default() {
-        let (left, right) = match merge {
-            Value::String(pair) => pair.split_once(' ').unwrap_or_default(),
-            Value::Array(pair) if pair.len() == 2 => {
-                (pair[0].as_str().unwrap_or_default(), pair[1].as_str().unwrap_or_default())
-            }
-            _ => return Err(format!("`{merge}` is no merge")),
-        };
-        let prefix = model["continuing_subword_prefix"].as_str().unwrap_or_default();
-        joined.clear();
-        joined.push_str(left);
-        joined.push_str(right.strip_prefix(prefix).unwrap_or(right));
-        let known = [left, right, joined.as_str()].iter().all(|token| vocabulary.contains_key(*token));
-        if !known {
-            return Err(format!("the merge `{merge}` names tokens that are not in the vocabulary"));
-        }
-    }
-    Ok(())
+    Ok(Tokenizer::assemble(pipeline, text, special.named))
 }
 
 /// Adds the tokens of `added_tokens_decoder` that `tokenizer.json` lacks, as transformers does.
 fn add_configured(pipeline: &mut tokenizers::Tokenizer, configuration: &Value, path: &Path) -> Result<(), ModelError> {
-    let Some(tokens) = configuration.get("added_tokens_decoder").and_then(Value::as_object) else {
-        return Ok(());
-    };
     let damaged = |message: String| ModelError::Malformed { path: path.to_path_buf(), message };
-    let mut wanted: BTreeMap<u32, AddedToken> = BTreeMap::new();
-    for (id, token) in tokens {
-        let id: u32 = id.parse().map_err(|_| damaged(format!("`{id}` in added_tokens_decoder is no token id")))?;
-        let content = token_content(token).ok_or_else(|| damaged(format!("added token `{id}` has no content")))?;
-        let flag = |name: &str| token.get(name).and_then(Value::as_bool).unwrap_or(false);
-        let special = flag("special");
-        let normalized = token.get("normalized").and_then(Value::as_bool).unwrap_or(!special);
-        let token = AddedToken::from(content, special)
-            .single_word(flag("single_word"))
-            .lstrip(flag("lstrip"))
-            .rstrip(flag("rstrip"))
-            .normalized(normalized);
-        wanted.insert(id, token);
-    }
+    let mut configured = hugging_face::configured_tokens(configuration).map_err(damaged)?;
     let present = pipeline.get_added_tokens_decoder();
-    for (id, token) in wanted {
-        if present.contains_key(&id) {
-            continue;
-        }
-        let content = token.content.clone();
-        pipeline.add_tokens([token]).map_err(|error| damaged(error.to_string()))?;
-        let given = pipeline.token_to_id(&content);
+    configured.retain(|id, _| !present.contains_key(id));
+    // All at once: the library builds its search anew at every call.
+    let tokens: Vec<AddedToken> = configured.values().map(added_token).collect();
+    pipeline.add_tokens(tokens).map_err(|error| damaged(error.to_string()))?;
+    for (id, token) in configured {
+        let given = pipeline.token_to_id(&token.content);
         if given != Some(id) {
             return Err(damaged(format!(
-                "added token `{content}` should have the id {id} and tokenizer.json gives it {given:?}; the two files \
-                 do not belong together"
+                "added token `{}` should have the id {id} and tokenizer.json gives it {given:?}; the two files do not \
+                 belong together",
+                token.content
             )));
         }
     }
     Ok(())
+}
+
+fn added_token(token: &ConfiguredToken) -> AddedToken {
+    AddedToken::from(token.content.as_str(), token.special)
+        .single_word(token.single_word)
+        .lstrip(token.lstrip)
+        .rstrip(token.rstrip)
+        .normalized(token.normalized)
 }
 
 fn is_special(pipeline: &tokenizers::Tokenizer, token: &str) -> bool {
@@ -161,17 +103,23 @@ fn table(pipeline: &tokenizers::Tokenizer, joining: Joining) -> TokenText {
     TokenText::new(joining, entries)
 }
 
-/// A token is written as a string or as an object with `content`.
-fn token_content(token: &Value) -> Option<&str> {
-    token.as_str().or_else(|| token.get("content").and_then(Value::as_str))
-}
-
+/// The content of a file of a bearable length; None when it is not there.
 pub(crate) fn read_optional(path: &Path) -> Result<Option<Vec<u8>>, ModelError> {
-    match std::fs::read(path) {
-        Ok(bytes) => Ok(Some(bytes)),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(source) => Err(ModelError::Io { path: path.to_path_buf(), source }),
+    let failed = |source| ModelError::Io { path: path.to_path_buf(), source };
+    let damaged = |message| ModelError::Malformed { path: path.to_path_buf(), message };
+    // Asked before opening, because opening a pipe would wait for its writer.
+    match fs::metadata(path) {
+        Ok(metadata) if metadata.is_file() => {}
+        Ok(_) => return Err(damaged("it is not a regular file".to_owned())),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(failed(error)),
     }
+    let mut bytes = Vec::new();
+    fs::File::open(path).and_then(|file| file.take(LONGEST_FILE + 1).read_to_end(&mut bytes)).map_err(failed)?;
+    if bytes.len() as u64 > LONGEST_FILE {
+        return Err(damaged(format!("it is longer than {LONGEST_FILE} bytes, which no such file is")));
+    }
+    Ok(Some(bytes))
 }
 
 /// A JSON object; a file that is not there is an empty one.

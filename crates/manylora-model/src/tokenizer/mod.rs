@@ -1,16 +1,17 @@
 //! Text to token ids and back, whatever a checkpoint ships: `tokenizer.json` or GGUF metadata.
 //!
-//! The engine sees one [`Tokenizer`]. Reading order: this file, [`token_text`] (what bytes a token stands for),
-//! [`directory`] and [`gguf`] (where tokenizers come from), [`detokenizer`] (streaming), [`stop`] (stop strings).
+//! The engine sees one [`Tokenizer`]. Reading order: this file, [`directory`] and [`gguf`] (where tokenizers come from;
+//! what they read is checked by [`crate::vocabulary`] first), [`detokenizer`] (streaming), [`stop`] (stop strings).
 
 pub mod detokenizer;
 mod directory;
 mod gguf;
 mod pre_tokenizer;
 pub mod stop;
-mod token_text;
 
+use std::any::Any;
 use std::collections::{BTreeMap, HashSet};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -21,7 +22,7 @@ pub use detokenizer::Detokenizer;
 pub(crate) use directory::{read_object, read_optional};
 pub use stop::{Released, StopChecker};
 
-use token_text::TokenText;
+use crate::vocabulary::token_text::TokenText;
 
 /// A tokenizer; clones share one vocabulary.
 #[derive(Clone)]
@@ -63,13 +64,21 @@ impl Tokenizer {
     /// Loads `tokenizer.json` with the special tokens of `tokenizer_config.json` and `special_tokens_map.json`, which
     /// may both be absent.
     pub fn from_directory(directory: &Path) -> Result<Self, ModelError> {
-        directory::load(directory)
+        without_panic(|| directory::load(directory).inspect(Self::probe))
     }
 
     /// Builds the tokenizer that the metadata of a GGUF file describes. Models `gpt2` (byte-level BPE) and `llama`
     /// (SentencePiece BPE with byte fallback) are known; another model or an unknown pre-tokenizer is refused by name.
     pub fn from_gguf(metadata: &GgufTokenizer) -> Result<Self, ModelError> {
-        gguf::build(metadata)
+        without_panic(|| gguf::build(metadata).inspect(Self::probe))
+    }
+
+    /// One text there and back, so that files which the library reads but panics over later are refused at load. Errors
+    /// are no matter: a vocabulary need not have tokens for this text.
+    fn probe(&self) {
+        if let Ok(encoding) = self.inner.pipeline.encode_fast("a", true) {
+            drop(self.inner.pipeline.decode(encoding.get_ids(), false));
+        }
     }
 
     /// `named` maps `bos_token`, `eos_token` and the like to their text.
@@ -87,10 +96,12 @@ impl Tokenizer {
     /// Token ids of a text. `add_special_tokens` adds what the tokenizer puts around a prompt (bos, for those that do);
     /// special tokens written out in the text are recognised either way.
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, ModelError> {
-        let encoding = self.inner.pipeline.encode_fast(text, add_special_tokens).map_err(|error| {
-            ModelError::Tokenizer(format!("the text ({} bytes) could not be encoded: {error}", text.len()))
-        })?;
-        Ok(encoding.get_ids().to_vec())
+        without_panic(|| match self.inner.pipeline.encode_fast(text, add_special_tokens) {
+            Ok(encoding) => Ok(encoding.get_ids().to_vec()),
+            Err(error) => {
+                Err(ModelError::Tokenizer(format!("the text ({} bytes) could not be encoded: {error}", text.len())))
+            }
+        })
     }
 
     /// Text of a sequence. Ids without a token (rows that pad the embedding) give nothing; bytes that are no UTF-8 give
@@ -116,10 +127,12 @@ impl Tokenizer {
 
     /// Decodes through the library's decoder, for tokenizers whose tokens are not plain bytes.
     fn pipeline_decode(&self, ids: &[u32], skip_special_tokens: bool) -> Result<String, ModelError> {
-        self.inner
-            .pipeline
-            .decode(ids, skip_special_tokens)
-            .map_err(|error| ModelError::Tokenizer(format!("{} tokens could not be decoded: {error}", ids.len())))
+        without_panic(|| {
+            self.inner
+                .pipeline
+                .decode(ids, skip_special_tokens)
+                .map_err(|error| ModelError::Tokenizer(format!("{} tokens could not be decoded: {error}", ids.len())))
+        })
     }
 
     /// Text of one token by itself, special or not, as log-probabilities show it: lone bytes of a character are
@@ -168,6 +181,22 @@ impl Tokenizer {
     pub fn named_tokens(&self) -> &BTreeMap<String, String> {
         &self.inner.named
     }
+}
+
+/// The library panics over some damaged files (a broken character map, a template without its tokens) where it could
+/// refuse them; nothing of it is shared or kept when that happens at load, and its caches bear it later.
+fn without_panic<T>(action: impl FnOnce() -> Result<T, ModelError>) -> Result<T, ModelError> {
+    catch_unwind(AssertUnwindSafe(action)).unwrap_or_else(|panic| {
+        let message = panic_message(panic.as_ref());
+        Err(ModelError::Tokenizer(format!(
+            "the tokenizer's file is damaged, or asks for something that the tokenizer library does not do: {message}"
+        )))
+    })
+}
+
+fn panic_message(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("it stopped without a reason")
 }
 
 #[cfg(test)]

@@ -535,3 +535,37 @@ fn a_56_the_table_of_pairs_is_whole_and_kept() {
     assert_eq!(verdict(AdapterFeature::Linear, EngineFeature::SpeculativeDecoding), Verdict::Refused);
     assert_eq!(verdict(AdapterFeature::Linear, EngineFeature::DequantizedBase), Verdict::Supported);
 }
+
+#[test]
+fn targets_without_tensors_give_one_warning() {
+    let policy = policy("llama");
+    let warnings = |adapter: &HandMade| adapter.load(&policy).unwrap().report.warnings;
+    let on_llama = || HandMade::on_llama(4);
+    for complete in [
+        json!(["q_proj", "v_proj"]),
+        json!(["self_attn.q_proj", "model.layers.1.self_attn.v_proj"]),
+        // Not of this base, a pattern, and what a fused module is called elsewhere.
+        json!(["q_proj", "v_proj", "qkv_proj", "vision_tower.q_proj", "proj", "roj"]),
+        json!(".*(q|k|v)_proj"),
+        json!("all-linear"),
+        json!(null),
+        json!([]),
+    ] {
+        assert_eq!(warnings(&on_llama().with("target_modules", complete.clone())), Vec::<String>::new(), "{complete}");
+    }
+    let one = warnings(&on_llama().with("target_modules", json!(["q_proj", "k_proj", "v_proj", "k_proj"])));
+    assert_eq!(one.len(), 1, "{one:?}");
+    assert!(one[0].starts_with("`target_modules` lists `k_proj` and the file has no tensors for it:"), "{one:?}");
+    let dotted: Vec<String> = ["q_proj", "k_proj", "v_proj", "o_proj"]
+        .iter()
+        .flat_map(|name| (0..2).map(move |layer| format!("model.layers.{layer}.self_attn.{name}")))
+        .chain(["lm_head", "embed_tokens", "model.layers.7.self_attn.q_proj"].map(str::to_owned))
+        .collect();
+    let many = warnings(&on_llama().with("target_modules", json!(dotted)));
+    assert_eq!(many.len(), 1, "{many:?}");
+    assert!(many[0].contains("`embed_tokens`, `lm_head`, ") && many[0].contains(" and 1 more and "), "{many:?}");
+    assert!(!many[0].contains("layers.7"), "{many:?}");
+    // From disk too, and nothing is refused.
+    let half = on_llama().with("target_modules", json!(["down_proj", "q_proj"]));
+    assert_eq!(half.load_from_disk(&policy).unwrap().report.warnings.len(), 1);
+}

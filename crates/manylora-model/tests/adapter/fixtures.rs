@@ -130,7 +130,7 @@ impl HandMade {
 
     /// Loads it from memory.
     pub(crate) fn load(&self, policy: &AdapterPolicy) -> Result<PreparedAdapter, AdapterRefusal> {
-        PreparedAdapter::from_tensors("hand-made", &self.config, self.tensors.clone(), policy)
+        PreparedAdapter::from_tensors("hand-made", &self.config, &self.tensors, policy)
     }
 
     /// Loads it from a folder.

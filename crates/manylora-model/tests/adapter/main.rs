@@ -4,6 +4,8 @@
 #![allow(clippy::unwrap_used, reason = "a panic is a failed test")]
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+#[cfg(feature = "candle")]
+mod candle;
 mod cases;
 mod fixtures;
 mod malformed;

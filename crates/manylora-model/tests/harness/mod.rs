@@ -120,6 +120,8 @@ impl Model {
             max_position: CONTEXT,
             block_size: BLOCK_SIZE,
             blocks,
+            max_entries: CONTEXT,
+            max_rank: 512,
         };
         Self { decoder: weights.allocate(limits).unwrap(), blocks, batch: StepBatch::default() }
     }

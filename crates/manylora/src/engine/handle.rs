@@ -1,19 +1,21 @@
 //! [`EngineHandle`]: what callers hold. Validation, tokenizing and name resolution happen here, on their threads.
 
 use std::sync::atomic::AtomicU64;
-use std::sync::mpsc::{Sender, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, sync_channel};
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
-use manylora_core::UnloadMode;
-use manylora_model::adapter::{AdapterPolicy, LoadReport};
+use manylora_core::{Client, Digest, UnloadMode};
+use manylora_model::ModelSpec;
+use manylora_model::adapter::LoadReport;
 use manylora_model::chat::{ChatTemplate, RenderOptions};
 use manylora_model::tokenizer::Tokenizer;
-use manylora_model::{AdapterPacker, ModelSpec};
 
 use super::EngineStats;
-use super::command::{Command, Reply};
+use super::command::{Command, Order, Reply};
+use super::loader::Reader;
 use super::startup::EngineInfo;
-use super::{loader, submit};
+use super::submit;
 use crate::config::EngineConfig;
 use crate::error::EngineError;
 use crate::registry::{AdapterInfo, AdapterSource, Registry};
@@ -31,6 +33,17 @@ pub struct Logits {
     pub values: Vec<f32>,
 }
 
+/// To whom a fair service is charged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Share<'a> {
+    /// Requests without an adapter and a tenant.
+    Base,
+    /// Requests whose first adapter has this name, and that name no tenant.
+    Adapter(&'a str),
+    /// Requests of this tenant.
+    Tenant(&'a str),
+}
+
 pub(crate) struct Shared {
     pub(crate) config: EngineConfig,
     pub(crate) info: EngineInfo,
@@ -39,8 +52,7 @@ pub(crate) struct Shared {
     pub(crate) tokenizer: Option<Tokenizer>,
     pub(crate) chat_template: Option<ChatTemplate>,
     pub(crate) registry: Arc<Registry>,
-    pub(crate) policy: AdapterPolicy,
-    pub(crate) packer: Arc<dyn AdapterPacker>,
+    pub(crate) reader: Reader,
     pub(crate) next_request: AtomicU64,
     pub(crate) next_submission: AtomicU64,
     pub(crate) commands: Sender<Command>,
@@ -92,11 +104,60 @@ impl EngineHandle {
     }
 
     /// Reads, validates, packs and registers an adapter. When this returns, requests can name it. The same content under
-    /// the same name is a no-op; other content is an error unless `replace` is set.
+    /// the same name is a no-op; other content is an error unless `replace` is set. Several calls for one folder at once
+    /// are one read.
     #[expect(clippy::needless_pass_by_value, reason = "callers build a source on the spot")]
     pub fn load_adapter(&self, source: AdapterSource) -> Result<AdapterInfo, EngineError> {
-        let shared = &self.shared;
-        if !shared.config.enable_lora {
+        let order = self.inspect(&source)?;
+        self.shelve(order)
+    }
+
+    /// Lets the name of `source` stand for its content from now on, if it stands for version `expected` now (None =
+    /// whatever it stands for). Requests that run, or were submitted before this returns, finish on the version that the
+    /// name stood for then; if anything is wrong with the new content, nothing changes.
+    pub fn replace_adapter(&self, source: AdapterSource, expected: Option<Digest>) -> Result<AdapterInfo, EngineError> {
+        let order = self.inspect(&AdapterSource { replace: true, ..source })?;
+        self.shelve(Order { expected, ..order })
+    }
+
+    /// Registers an adapter by its configuration and tensor header: nothing else is read before a request asks for it.
+    #[expect(clippy::needless_pass_by_value, reason = "callers build a source on the spot")]
+    pub fn register_adapter(&self, source: AdapterSource) -> Result<AdapterInfo, EngineError> {
+        let order = self.inspect(&source)?;
+        self.shelve(Order { lazy: true, ..order })
+    }
+
+    /// As [`Self::register_adapter`] for many adapters at once: a result for each, in order. One that is refused does not
+    /// keep the others out.
+    pub fn register_adapters(&self, sources: &[AdapterSource]) -> Vec<Result<AdapterInfo, EngineError>> {
+        let threads = self.shared.reader_threads().min(sources.len()).max(1);
+        let share = sources.len().div_ceil(threads).max(1);
+        let inspected: Vec<Result<Order, EngineError>> = std::thread::scope(|scope| {
+            let shares: Vec<_> = sources
+                .chunks(share)
+                .map(|share| scope.spawn(move || share.iter().map(|source| self.inspect(source)).collect::<Vec<_>>()))
+                .collect();
+            shares.into_iter().flat_map(|share| share.join().unwrap_or_default()).collect()
+        });
+        let mut orders = Vec::with_capacity(inspected.len());
+        let mut answers = Vec::with_capacity(inspected.len());
+        for order in inspected {
+            answers.push(order.map(|order| {
+                let (reply, answer) = sync_channel(1);
+                orders.push(Order { lazy: true, replies: vec![reply], ..order });
+                answer
+            }));
+        }
+        if let Err(error) = self.send(Command::Shelve(orders)) {
+            return answers.iter().map(|_| Err(error.for_another())).collect();
+        }
+        let wait = |answer: Receiver<Result<_, _>>| answer.recv().unwrap_or_else(|_| Err(self.shared.stopped_error()));
+        answers.into_iter().map(|answer| answer.and_then(wait)).collect()
+    }
+
+    /// What can be said of an adapter before it is read.
+    fn inspect(&self, source: &AdapterSource) -> Result<Order, EngineError> {
+        if !self.shared.config.enable_lora {
             return Err(EngineError::InvalidArgument(format!(
                 "adapter `{}` cannot be loaded: LoRA is not enabled; start the engine with enable_lora",
                 source.name
@@ -108,13 +169,36 @@ impl EngineHandle {
                 source.name
             )));
         }
-        let read = loader::read(&source, &shared.policy, shared.packer.as_ref())?;
-        self.call(|reply| Command::Register(Box::new(read), reply))
+        self.shared.reader.inspect(source)
     }
 
-    /// Takes an adapter off the shelf: `Drain` waits for the requests that hold it, `Abort` ends them.
+    fn shelve(&self, mut order: Order) -> Result<AdapterInfo, EngineError> {
+        self.call(|reply| {
+            order.replies.push(reply);
+            Command::Shelve(vec![order])
+        })
+    }
+
+    /// Takes an adapter off the shelf: `Drain` waits for the requests that hold it, `Abort` ends them. New requests are
+    /// refused from the start.
     pub fn unload_adapter(&self, name: &str, mode: UnloadMode) -> Result<(), EngineError> {
         self.call(|reply| Command::Unload { name: name.to_owned(), mode, reply })
+    }
+
+    /// As [`Self::unload_adapter`], but waits no longer than `timeout`: the error then says how many requests still hold
+    /// the adapter. It goes on leaving the shelf as they end; calling this again waits again, and can abort them.
+    pub fn unload_adapter_within(&self, name: &str, mode: UnloadMode, timeout: Duration) -> Result<(), EngineError> {
+        let (reply, answer) = sync_channel(1);
+        self.send(Command::Unload { name: name.to_owned(), mode, reply })?;
+        match answer.recv_timeout(timeout) {
+            Ok(result) => result,
+            Err(RecvTimeoutError::Disconnected) => Err(self.shared.stopped_error()),
+            Err(RecvTimeoutError::Timeout) => Err(EngineError::UnloadTimeout {
+                name: name.to_owned(),
+                seconds: timeout.as_secs_f64(),
+                requests: self.call(|reply| Command::Holders { name: name.to_owned(), reply })?,
+            }),
+        }
     }
 
     /// Keeps an adapter resident until it is unpinned or unloaded.
@@ -125,6 +209,19 @@ impl EngineHandle {
     /// Allows an adapter to be evicted again.
     pub fn unpin_adapter(&self, name: &str) -> Result<(), EngineError> {
         self.call(|reply| Command::Pin { name: name.to_owned(), pinned: false, reply })
+    }
+
+    /// Gives the requests of a tenant, of an adapter, or of the base more (above 1) or less of a fair service from now on.
+    pub fn set_weight(&self, share: Share<'_>, weight: f64) -> Result<(), EngineError> {
+        if !(weight.is_finite() && weight > 0.0) {
+            return Err(EngineError::InvalidArgument(format!("a weight must be positive and finite, got `{weight}`")));
+        }
+        let client = match share {
+            Share::Base => Client::Base,
+            Share::Adapter(name) => Client::Adapter(self.shared.registry.resolve(name)?.registration),
+            Share::Tenant(tenant) => Client::Tenant(tenant.to_owned()),
+        };
+        self.send(Command::SetWeight(client, weight))
     }
 
     /// The registered adapters, by name.
@@ -186,6 +283,11 @@ impl EngineHandle {
 }
 
 impl Shared {
+    /// Threads that look at many adapters at once.
+    fn reader_threads(&self) -> usize {
+        self.config.num_threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from))
+    }
+
     pub(crate) fn tokenizer(&self) -> Result<&Tokenizer, EngineError> {
         self.tokenizer.as_ref().ok_or_else(|| {
             EngineError::InvalidArgument(

@@ -1,69 +1,147 @@
-//! The loader thread: re-reads adapters that were evicted, off the step loop (promise P7).
+//! Reading adapters off the step loop (promise P7): a few threads that open, check, digest and pack what the engine
+//! thread orders.
+//!
+//! They share the machine with the threads that decode, so they are few and their work is not spread any further: a load
+//! may take one core from decoding, never all of them.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 use manylora_core::{Digest, RegistrationId};
-use manylora_model::AdapterPacker;
-use manylora_model::adapter::{self, AdapterPolicy, LoadReport};
+use manylora_model::adapter::{self, AdapterPolicy, LoadReport, PreparedAdapter};
+use manylora_model::{AdapterPacker, PackedHandle};
 
-use super::command::{Command, ReadAdapter, Reread};
+use super::command::{Command, Order, ReadAdapter};
+use super::stamp::Stamp;
+use crate::config::ReadHook;
 use crate::error::EngineError;
-use crate::registry::AdapterSource;
+use crate::registry::{AdapterOrigin, AdapterSource};
 
-/// One read that the control plane ordered.
-pub(crate) struct Job {
-    pub(crate) registration: RegistrationId,
-    pub(crate) source: AdapterSource,
-    pub(crate) expected: Digest,
+/// What the engine thread wants done elsewhere.
+pub(crate) enum Job {
+    /// Read, check and pack an adapter.
+    Read { registration: RegistrationId, source: AdapterSource },
+    /// Read and check an adapter, and say what its content is.
+    Identify { identify: Identify, source: AdapterSource },
+    /// Give the memory of an adapter back, which takes a while for a large one.
+    Discard(PackedHandle),
 }
 
-/// Reads, validates and packs an adapter.
-pub(crate) fn read(
-    source: &AdapterSource,
-    policy: &AdapterPolicy,
-    packer: &dyn AdapterPacker,
-) -> Result<ReadAdapter, EngineError> {
-    let prepared = adapter::inspect(&source.name, &source.path, policy)?.read()?;
-    let packed = packer.pack(&prepared)?;
-    // What it takes here, padding included: the number that the ledger charges.
-    let report = Arc::new(LoadReport { bytes: packed.bytes, ..prepared.report.clone() });
-    Ok(ReadAdapter { source: source.clone(), version: Digest(prepared.digest), report, packed })
+/// For whom content is identified.
+#[derive(Clone, Debug)]
+pub(crate) enum Identify {
+    /// A name that may stand for this content already.
+    Name(String),
+    /// A registration that there is no room for just now.
+    Registration(RegistrationId),
 }
 
-/// Serves jobs until the engine thread hangs up.
-pub(crate) fn run(
-    jobs: &Receiver<Job>,
-    commands: &Sender<Command>,
-    policy: &AdapterPolicy,
-    packer: &dyn AdapterPacker,
-) {
-    while let Ok(job) = jobs.recv() {
-        // A panic while reading is a bug, and fails this adapter's requests only.
-        let outcome = catch_unwind(AssertUnwindSafe(|| read(&job.source, policy, packer)));
-        let outcome = outcome.unwrap_or_else(|_| {
+/// Everything that reading needs.
+#[derive(Clone)]
+pub(crate) struct Reader {
+    pub(crate) policy: Arc<AdapterPolicy>,
+    pub(crate) packer: Arc<dyn AdapterPacker>,
+    pub(crate) hook: Option<ReadHook>,
+}
+
+impl Reader {
+    /// Looks at an adapter's configuration and header, and at no tensor: enough to register it. Given tensors are read at
+    /// once, for nothing else keeps them.
+    pub(crate) fn inspect(&self, source: &AdapterSource) -> Result<Order, EngineError> {
+        let stamp = source.origin.path().and_then(Stamp::take);
+        let (bytes, report, read) = match &source.origin {
+            AdapterOrigin::Directory(path) => {
+                let header = adapter::inspect(&source.name, path, &self.policy)?;
+                let bytes = self.packer.bytes(header.sites());
+                (bytes, Arc::new(LoadReport { bytes, ..header.report().clone() }), None)
+            }
+            AdapterOrigin::Memory(_) => {
+                let read = self.read(source)?;
+                (read.packed.bytes, Arc::clone(&read.report), Some(read))
+            }
+        };
+        Ok(Order {
+            source: source.registered(),
+            bytes,
+            report,
+            stamp,
+            expected: None,
+            lazy: false,
+            read,
+            replies: Vec::new(),
+        })
+    }
+
+    /// Reads, checks and packs an adapter.
+    fn read(&self, source: &AdapterSource) -> Result<ReadAdapter, EngineError> {
+        let start = Instant::now();
+        let prepared = self.prepare(source)?;
+        let packed = self.packer.pack(&prepared)?;
+        // What it takes here, padding included: the number that the ledger charges.
+        let report = Arc::new(LoadReport { bytes: packed.bytes, ..prepared.report.clone() });
+        let seconds = start.elapsed().as_secs_f64();
+        Ok(ReadAdapter { version: Digest(prepared.digest), report, packed, seconds })
+    }
+
+    fn prepare(&self, source: &AdapterSource) -> Result<PreparedAdapter, EngineError> {
+        if let Some(hook) = &self.hook {
+            hook.call(source)?;
+        }
+        match &source.origin {
+            AdapterOrigin::Directory(path) => Ok(adapter::inspect(&source.name, path, &self.policy)?.read()?),
+            AdapterOrigin::Memory(Some(given)) => {
+                Ok(PreparedAdapter::from_tensors(&source.name, &given.config, &given.tensors, &self.policy)?)
+            }
+            AdapterOrigin::Memory(None) => Err(EngineError::AdapterOperation {
+                name: source.name.clone(),
+                message: "its tensors were given in memory and are no longer there; load it again".to_owned(),
+            }),
+        }
+    }
+
+    /// A panic while reading is a bug, and fails this adapter's requests only.
+    fn guarded<T>(name: &str, read: impl FnOnce() -> Result<T, EngineError>) -> Result<T, EngineError> {
+        catch_unwind(AssertUnwindSafe(read)).unwrap_or_else(|_| {
             Err(EngineError::AdapterOperation {
-                name: job.source.name.clone(),
+                name: name.to_owned(),
                 message: "reading it failed unexpectedly; please report this with the adapter's files".to_owned(),
             })
-        });
-        let result = outcome.and_then(|read| {
-            if read.version == job.expected {
-                Ok(Reread { version: read.version, packed: read.packed })
-            } else {
-                Err(EngineError::AdapterOperation {
-                    name: job.source.name.clone(),
-                    message: format!(
-                        "`{}` changed on disk: it was registered as version {} and now holds {}; load it again to serve the new content",
-                        job.source.path.display(),
-                        job.expected,
-                        read.version
-                    ),
-                })
+        })
+    }
+
+    /// The answer to a job; None if there is none.
+    pub(crate) fn carry_out(&self, job: Job) -> Option<Command> {
+        match job {
+            Job::Read { registration, source } => {
+                let result = Self::guarded(&source.name, || self.read(&source));
+                Some(Command::Read { registration, result })
             }
-        });
-        if commands.send(Command::Reread { registration: job.registration, result }).is_err() {
+            Job::Identify { identify, source } => {
+                let result = Self::guarded(&source.name, || {
+                    let prepared = self.prepare(&source)?;
+                    let bytes = self.packer.bytes(&prepared.sites);
+                    Ok((Digest(prepared.digest), Arc::new(LoadReport { bytes, ..prepared.report })))
+                });
+                Some(Command::Identified { identify, result })
+            }
+            Job::Discard(packed) => {
+                drop(packed);
+                None
+            }
+        }
+    }
+}
+
+/// Serves jobs until the engine thread hangs up. Several threads may share `jobs`.
+pub(crate) fn run(jobs: &Mutex<Receiver<Job>>, commands: &Sender<Command>, reader: &Reader) {
+    loop {
+        let next = jobs.lock().unwrap_or_else(PoisonError::into_inner).recv();
+        let Ok(job) = next else { return };
+        if let Some(answer) = reader.carry_out(job)
+            && commands.send(answer).is_err()
+        {
             return;
         }
     }

@@ -1,16 +1,18 @@
-//! The engine: one thread that plans, runs and delivers steps, a loader thread for adapters, and the handle that
+//! The engine: one thread that plans, runs and delivers steps, a few loader threads for adapters, and the handle that
 //! callers hold.
 //!
 //! The way of a request: [`EngineHandle::submit`] validates, tokenizes and resolves adapter names on the caller's
 //! thread; the command channel carries it to `worker`, which feeds `manylora_core`'s control plane, lowers each plan to
 //! a kernel batch (`lower`), runs the decoder, samples (`running`), commits, and delivers deltas. No file is touched on
-//! that thread: adapters are read and packed by `loader` or by the caller of [`EngineHandle::load_adapter`].
+//! that thread: `library` orders what is to be read, and the threads of `loader` read and pack it.
 
 mod command;
 mod handle;
+mod library;
 mod loader;
 mod lower;
 mod running;
+mod stamp;
 mod startup;
 #[cfg(test)]
 mod steady_step;
@@ -20,7 +22,8 @@ mod worker;
 use std::ops::Deref;
 use std::thread::JoinHandle;
 
-pub use handle::{EngineHandle, Logits};
+pub use handle::{EngineHandle, Logits, Share};
+use manylora_core::CoreStats;
 pub use startup::{EngineInfo, LoadProgress};
 
 use crate::config::EngineConfig;
@@ -28,7 +31,28 @@ use crate::error::EngineError;
 use command::Command;
 
 /// Counters and levels of a running engine.
-pub type EngineStats = manylora_core::CoreStats;
+#[derive(Clone, Debug, serde::Serialize)]
+pub struct EngineStats {
+    /// Those of the control plane.
+    #[serde(flatten)]
+    pub core: CoreStats,
+    /// Adapters read from their folders so far, whatever came of it.
+    pub adapter_reads: u64,
+    /// Packed bytes of those that were good.
+    pub loaded_bytes: u64,
+    /// Bytes of adapters that steps have read: each distinct adapter of a step once.
+    pub streamed_bytes: u64,
+    /// Steps so far.
+    pub steps: u64,
+}
+
+impl Deref for EngineStats {
+    type Target = CoreStats;
+
+    fn deref(&self) -> &CoreStats {
+        &self.core
+    }
+}
 
 /// A running engine. Dropping it stops and joins its threads; requests that still run end with an error.
 #[derive(Debug)]

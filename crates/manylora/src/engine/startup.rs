@@ -3,15 +3,15 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{Receiver, channel};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::{Builder, JoinHandle};
 
 use manylora_core::budget::{Ledger, ModelDimensions, NumberFormat, TargetModule};
 use manylora_core::{ControlPlane, CoreConfig, Digest, LoraMemory};
 use manylora_kernels::StorageType;
 use manylora_kernels::cpu::{CpuBackend, CpuOptions, SimdLevel};
-use manylora_model::adapter::AdapterPolicy;
 use manylora_model::adapter::combinations::EngineFeature;
+use manylora_model::adapter::{AdapterPolicy, MAX_RANK};
 use manylora_model::chat::ChatTemplate;
 use manylora_model::checkpoint::{Checkpoint, GenerationDefaults, memory};
 use manylora_model::decoder::{DecoderLimits, DecoderWeights, packed_bytes, working_bytes};
@@ -21,7 +21,8 @@ use manylora_model::{ModelSpec, Runner};
 pub use manylora_model::decoder::LoadProgress;
 
 use super::handle::{EngineHandle, Shared};
-use super::loader::{self, Job};
+use super::library::Library;
+use super::loader::{self, Job, Reader};
 use super::lower::LoweredStep;
 use super::worker::Worker;
 use crate::config::{DType, EngineConfig};
@@ -42,6 +43,8 @@ pub struct EngineInfo {
     pub dtype: &'static str,
     /// Bytes of the packed weights.
     pub weight_bytes: u64,
+    /// Bytes of activations, tables and the working memory of kernels, for the largest step.
+    pub working_bytes: u64,
     /// Bytes that KV blocks and adapters share.
     pub ledger_bytes: u64,
     /// KV blocks when no adapter is resident.
@@ -92,7 +95,7 @@ pub(crate) fn start(
 pub(crate) struct Assembled {
     pub(crate) shared: Shared,
     pub(crate) worker: Worker,
-    jobs: Receiver<Job>,
+    pub(crate) jobs: Receiver<Job>,
 }
 
 /// Loads the base and puts the engine together.
@@ -111,13 +114,16 @@ pub(crate) fn assemble(config: EngineConfig, progress: &mut dyn FnMut(LoadProgre
         park_threads: config.park_threads,
     })?);
 
-    let sizes = decide_sizes(&config, &spec, &mut notes)?;
+    let sizes = decide_sizes(&config, &spec, &backend, &mut notes)?;
     // Everything that can be refused is refused before the weights are read.
-    let base_digest = Digest(checkpoint.digest());
-    let core = ControlPlane::new(core_config(&config, &sizes, base_digest))?;
+    ControlPlane::new(core_config(&config, &sizes, Digest([0; 32])))?;
     notes.extend(checkpoint.quantization.as_ref().map(|note| note.line(sizes.dtype.bytes())));
     let weights = DecoderWeights::load(Arc::clone(&backend), &checkpoint, sizes.dtype, progress)?;
-    let decoder = weights.allocate(decoder_limits(&config, &sizes))?;
+    let limits = decoder_limits(&config, &sizes);
+    let working_bytes = working_bytes(&*backend, &spec, &limits, sizes.dtype);
+    let decoder = weights.allocate(limits)?;
+    // The weights were hashed as they were read.
+    let core = ControlPlane::new(core_config(&config, &sizes, Digest(checkpoint.digest())))?;
 
     let generation = checkpoint.generation.clone();
     let mut base_names = checkpoint.names.clone();
@@ -139,6 +145,7 @@ pub(crate) fn assemble(config: EngineConfig, progress: &mut dyn FnMut(LoadProgre
         backend: decoder.describe(),
         dtype: sizes.dtype_name,
         weight_bytes: decoder.weight_bytes(),
+        working_bytes,
         ledger_bytes: sizes.ledger_bytes,
         kv_blocks: sizes.blocks,
         block_bytes: sizes.block_bytes,
@@ -152,14 +159,15 @@ pub(crate) fn assemble(config: EngineConfig, progress: &mut dyn FnMut(LoadProgre
     let (commands, received) = channel();
     let (jobs, ordered) = channel();
     let registry = Arc::new(Registry::default());
-    let packer = decoder.packer();
+    let reader = Reader { policy: Arc::new(policy), packer: decoder.packer(), hook: config.before_read.clone() };
+    let library = Library::new(Arc::clone(&registry), jobs);
     let step = LoweredStep::new(
         sizes.max_rows,
         config.max_num_seqs,
         info.kv_blocks.min(config.max_num_seqs * info.max_model_len.div_ceil(config.block_size)),
         config.block_size,
     );
-    let worker = Worker::new(core, Box::new(decoder), Arc::clone(&registry), received, jobs, step, config.max_num_seqs);
+    let worker = Worker::new(core, Box::new(decoder), library, received, step, config.max_num_seqs);
     let mut end_tokens: Vec<u32> = tokenizer.as_ref().and_then(Tokenizer::eos).into_iter().collect();
     for end in &info.generation.eos {
         if !end_tokens.contains(end) {
@@ -174,8 +182,7 @@ pub(crate) fn assemble(config: EngineConfig, progress: &mut dyn FnMut(LoadProgre
         tokenizer,
         chat_template,
         registry,
-        policy,
-        packer,
+        reader,
         next_request: AtomicU64::new(0),
         next_submission: AtomicU64::new(0),
         commands,
@@ -194,6 +201,7 @@ fn check_limits(config: &EngineConfig) -> Result<(), EngineError> {
         ("max_loras", config.max_loras.unwrap_or(1)),
         ("max_cpu_loras", config.max_cpu_loras.unwrap_or(1)),
         ("num_threads", config.num_threads.unwrap_or(1)),
+        ("loader_threads", config.loader_threads),
     ];
     for (name, value) in positive {
         if value == 0 || value > LARGEST_COUNT {
@@ -266,7 +274,12 @@ fn engine_features(config: &EngineConfig, checkpoint: &Checkpoint) -> Vec<Engine
 }
 
 /// Decides dtype, context and the byte budget, and refuses what cannot fit before any weight is read.
-fn decide_sizes(config: &EngineConfig, spec: &ModelSpec, notes: &mut Vec<String>) -> Result<Sizes, EngineError> {
+fn decide_sizes(
+    config: &EngineConfig,
+    spec: &ModelSpec,
+    backend: &CpuBackend,
+    notes: &mut Vec<String>,
+) -> Result<Sizes, EngineError> {
     let (dtype, dtype_name) = match config.dtype {
         DType::Auto | DType::BFloat16 => (StorageType::Bf16, "bfloat16"),
         DType::Float32 => (StorageType::F32, "float32"),
@@ -277,22 +290,18 @@ fn decide_sizes(config: &EngineConfig, spec: &ModelSpec, notes: &mut Vec<String>
     let max_rows =
         config.max_num_batched_tokens.unwrap_or(DEFAULT_BATCHED_TOKENS.max(config.max_num_seqs).max(whole_prompts));
     let weights = packed_bytes(spec, dtype);
-    let limits = DecoderLimits {
-        max_rows,
-        max_logit_rows: config.max_num_seqs.min(max_rows),
-        max_position: context,
-        block_size: config.block_size,
-        blocks: 0,
-    };
-    let needed = weights.saturating_add(working_bytes(spec, &limits));
+    // The context and the number of blocks are at most these: what is left depends on what is needed here.
+    let limits = limits_for(config, max_rows, context, u32::MAX as usize / config.block_size);
+    let working = working_bytes(backend, spec, &limits, dtype);
+    let needed = weights.saturating_add(working);
     let free = memory::available_bytes().unwrap_or(u64::MAX);
     if needed > free {
         return Err(EngineError::Model(manylora_model::ModelError::DoesNotFit {
             needed,
             available: free,
             message: format!(
-                "weights in {dtype_name} and the working memory of {max_rows} rows; use a smaller model, dtype bfloat16, \
-                 a smaller max_num_batched_tokens, or a bigger machine"
+                "weights in {dtype_name} ({weights} bytes) and the working memory of {max_rows} rows ({working} bytes); use \
+                 a smaller model, dtype bfloat16, a smaller max_num_batched_tokens, or a bigger machine"
             ),
         }));
     }
@@ -358,12 +367,21 @@ fn dimensions(spec: &ModelSpec) -> ModelDimensions {
 }
 
 fn decoder_limits(config: &EngineConfig, sizes: &Sizes) -> DecoderLimits {
+    limits_for(config, sizes.max_rows, sizes.max_model_len, sizes.blocks)
+}
+
+fn limits_for(config: &EngineConfig, max_rows: usize, max_position: usize, blocks: usize) -> DecoderLimits {
+    // One entry per row is the common case.
+    let (max_entries, max_rank) =
+        if config.enable_lora { (max_rows, config.max_lora_rank.min(MAX_RANK)) } else { (0, 0) };
     DecoderLimits {
-        max_rows: sizes.max_rows,
-        max_logit_rows: config.max_num_seqs.min(sizes.max_rows),
-        max_position: sizes.max_model_len,
+        max_rows,
+        max_logit_rows: config.max_num_seqs.min(max_rows),
+        max_position,
         block_size: config.block_size,
-        blocks: sizes.blocks,
+        blocks,
+        max_entries,
+        max_rank,
     }
 }
 
@@ -381,6 +399,7 @@ fn core_config(config: &EngineConfig, sizes: &Sizes, base_digest: Digest) -> Cor
         max_loras: config.max_loras,
         max_cpu_loras: config.max_cpu_loras,
         lora_memory: config.lora_memory_bytes.map_or(LoraMemory::Elastic, LoraMemory::Bytes),
+        eviction: config.lora_eviction,
         base_digest,
         max_deferred_steps: config.max_deferred_steps,
     }
@@ -388,10 +407,14 @@ fn core_config(config: &EngineConfig, sizes: &Sizes, base_digest: Digest) -> Cor
 
 fn spawn(assembled: Assembled) -> Result<(EngineHandle, Vec<JoinHandle<()>>), EngineError> {
     let Assembled { shared, mut worker, jobs } = assembled;
-    let loader = {
-        let (commands, policy, packer) = (shared.commands.clone(), shared.policy.clone(), Arc::clone(&shared.packer));
-        thread("manylora-loader", move || loader::run(&jobs, &commands, &policy, packer.as_ref()))?
-    };
+    let jobs = Arc::new(Mutex::new(jobs));
+    let mut threads = (0..shared.config.loader_threads)
+        .map(|_| {
+            let (jobs, commands, reader) = (Arc::clone(&jobs), shared.commands.clone(), shared.reader.clone());
+            thread("manylora-loader", move || loader::run(&jobs, &commands, &reader))
+        })
+        .collect::<Result<Vec<_>, _>>()?;
+    drop(jobs);
     let stopped = Arc::clone(&shared.stopped);
     let engine = thread("manylora-engine", move || {
         // A panic here is a bug; callers still get an error that names it instead of waiting for ever.
@@ -402,7 +425,8 @@ fn spawn(assembled: Assembled) -> Result<(EngineHandle, Vec<JoinHandle<()>>), En
         worker.close(&why);
         let _ = stopped.set(why);
     })?;
-    Ok((EngineHandle { shared: Arc::new(shared) }, vec![engine, loader]))
+    threads.insert(0, engine);
+    Ok((EngineHandle { shared: Arc::new(shared) }, threads))
 }
 
 fn thread(name: &str, body: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, EngineError> {

@@ -6,14 +6,15 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::mpsc::sync_channel;
 
 use manylora_core::SamplingParams;
 
+use super::command::{Command, Order};
 use super::handle::EngineHandle;
 use super::startup::{Assembled, assemble};
 use super::worker::Worker;
 use crate::config::{DType, EngineConfig};
-use crate::engine::loader;
 use crate::registry::AdapterSource;
 use crate::request::GenerateRequest;
 use crate::stream::RequestStream;
@@ -50,13 +51,18 @@ fn decoding(park_threads: bool) -> (Worker, EngineHandle, Vec<RequestStream>) {
     config.kv_cache_memory_bytes = Some(8 << 20);
     config.num_threads = Some(2);
     config.park_threads = park_threads;
-    let Assembled { shared, mut worker, .. } = assemble(config, &mut |_| {}).expect("the engine");
+    let Assembled { shared, mut worker, jobs } = assemble(config, &mut |_| {}).expect("the engine");
     let handle = EngineHandle { shared: Arc::new(shared) };
     let names = ["alpha", "beta", "rank5"];
     for name in names {
         let source = AdapterSource::directory(name, oracle.join("adapters").join(name));
-        let read = loader::read(&source, &handle.shared.policy, handle.shared.packer.as_ref()).expect("an adapter");
-        worker.register_now(read).expect("registered");
+        let (reply, answer) = sync_channel(1);
+        let order = handle.shared.reader.inspect(&source).expect("an adapter");
+        worker.handle(Command::Shelve(vec![Order { replies: vec![reply], ..order }]));
+        // This thread is the loader, too.
+        let job = jobs.try_recv().expect("the read is ordered");
+        worker.handle(handle.shared.reader.carry_out(job).expect("a read has an answer"));
+        answer.try_recv().expect("an answer").expect("registered");
     }
     let params = SamplingParams {
         temperature: 0.0,

@@ -27,6 +27,7 @@ struct Checked {
     bad_words: Vec<Vec<u32>>,
     priority: i64,
     cache_salt: Option<String>,
+    tenant: Option<String>,
 }
 
 pub(crate) fn submit(
@@ -109,6 +110,7 @@ fn check(shared: &Shared, request: GenerateRequest) -> Result<Checked, EngineErr
         bad_words,
         priority: request.priority,
         cache_salt: request.cache_salt,
+        tenant: request.tenant,
     })
 }
 
@@ -209,6 +211,7 @@ fn core_request(shared: &Shared, request: &Checked, id: RequestId, all_prompt_lo
         max_tokens: request.params.max_tokens.map_or(room, |max| max.min(room)),
         priority: request.priority,
         cache_salt: request.cache_salt.clone(),
+        tenant: request.tenant.clone(),
         adapters: request.adapters.clone(),
         read_prefix_cache: !all_prompt_logits && !request.params.skip_reading_prefix_cache.unwrap_or(false),
         all_prompt_logits,

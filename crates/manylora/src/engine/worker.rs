@@ -4,37 +4,19 @@
 //! delivered after it.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
-use manylora_core::{
-    BlockId, ControlPlane, Digest, Effect, Event, LoadedAdapter, RegistrationId, RequestId, SequenceOutcome,
-    StepOutcome, StepPlan, Time, UnloadMode,
-};
-use manylora_model::{PackedHandle, Runner};
+use manylora_core::{BlockId, ControlPlane, Effect, Event, RequestId, SequenceOutcome, StepOutcome, StepPlan, Time};
+use manylora_model::Runner;
 
-use super::command::{Command, ReadAdapter, Reply};
-use super::loader::Job;
+use super::EngineStats;
+use super::command::Command;
+use super::library::{Core, Library};
 use super::lower::LoweredStep;
 use super::running::RunningSequence;
 use crate::error::EngineError;
-use crate::registry::{AdapterInfo, AdapterSource, Entry, Registry};
 use crate::sampler::SamplerScratch;
-
-/// What a caller waits for.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Awaited {
-    Pinned,
-    Unloaded,
-}
-
-/// A caller that waits for a registration to be pinned or unloaded.
-struct Waiter {
-    awaited: Awaited,
-    name: String,
-    reply: Reply<()>,
-}
 
 /// How often unloads that wait for holds are looked at when nothing else happens.
 const DEPARTING_POLL: Duration = Duration::from_millis(2);
@@ -42,25 +24,14 @@ const DEPARTING_POLL: Duration = Duration::from_millis(2);
 pub(crate) struct Worker {
     core: ControlPlane,
     runner: Box<dyn Runner>,
-    registry: Arc<Registry>,
+    library: Library,
     commands: Receiver<Command>,
-    jobs: Sender<Job>,
     clock: Instant,
     running: HashMap<RequestId, RunningSequence>,
-    /// Packed adapters in the runner's table, by version.
-    packed: HashMap<Digest, PackedHandle>,
-    /// Packed adapters that were just read: the effects of their `LoadFinished` install them, or they are dropped.
-    arriving: HashMap<Digest, PackedHandle>,
     /// KV blocks whose memory was given back because adapters took their bytes.
     released: HashSet<BlockId>,
-    /// Packed by the caller of a load, for the control plane's order that follows at once.
-    preloaded: HashMap<RegistrationId, (Digest, PackedHandle)>,
-    sources: HashMap<RegistrationId, (AdapterSource, Digest)>,
-    waiters: HashMap<RegistrationId, Vec<Waiter>>,
-    /// The registration that is being made, and why it failed, if it did.
-    registering: Option<(RegistrationId, Option<String>)>,
-    /// Entries taken off the table whose unload waits for requests that named them and are still on their way here.
-    departing: Vec<(Entry, UnloadMode)>,
+    /// Bytes of adapters that steps have read.
+    streamed_bytes: u64,
     plan: StepPlan,
     step: LoweredStep,
     outcome: StepOutcome,
@@ -73,9 +44,8 @@ impl Worker {
     pub(crate) fn new(
         core: ControlPlane,
         runner: Box<dyn Runner>,
-        registry: Arc<Registry>,
+        library: Library,
         commands: Receiver<Command>,
-        jobs: Sender<Job>,
         step: LoweredStep,
         max_num_seqs: usize,
     ) -> Self {
@@ -88,19 +58,12 @@ impl Worker {
         Self {
             core,
             runner,
-            registry,
+            library,
             commands,
-            jobs,
             clock: Instant::now(),
             running: HashMap::new(),
-            packed: HashMap::new(),
-            arriving: HashMap::new(),
             released: HashSet::new(),
-            preloaded: HashMap::new(),
-            sources: HashMap::new(),
-            waiters: HashMap::new(),
-            registering: None,
-            departing: Vec::new(),
+            streamed_bytes: 0,
             plan: StepPlan::default(),
             step,
             outcome,
@@ -113,14 +76,14 @@ impl Worker {
     /// Runs until told to stop or until every handle is gone.
     pub(crate) fn run(&mut self) {
         while self.take_commands() {
-            self.unload_departing();
+            self.with_library(Library::unload_departing);
             let ran = self.step();
             // Effects may have made something runnable that was not when the step was planned.
             let changed = self.carry_out_effects();
             if ran || changed {
                 continue;
             }
-            let command = if self.departing.is_empty() {
+            let command = if !self.library.has_departing() {
                 self.commands.recv().map_err(|_| RecvTimeoutError::Disconnected)
             } else {
                 // Holds are dropped on callers' threads without a word to this one.
@@ -156,7 +119,14 @@ impl Worker {
         Time(self.clock.elapsed().as_secs_f64())
     }
 
-    fn handle(&mut self, command: Command) {
+    /// Lets the library work on the control plane, and carries out what comes of it.
+    fn with_library(&mut self, work: impl FnOnce(&mut Library, &mut Core<'_>)) {
+        let now = self.now();
+        work(&mut self.library, &mut Core { plane: &mut self.core, now });
+        self.carry_out_effects();
+    }
+
+    pub(crate) fn handle(&mut self, command: Command) {
         let now = self.now();
         match command {
             Command::Submit(sequences, holds) => {
@@ -171,136 +141,39 @@ impl Worker {
                     self.core.handle(now, Event::Abort(request));
                 }
             }
-            Command::Register(read, reply) => drop(reply.send(self.register_now(*read))),
-            Command::Reread { registration, result } => {
-                let result = match result {
-                    Ok(reread) => {
-                        let bytes = reread.packed.bytes;
-                        self.arriving.insert(reread.version, reread.packed);
-                        Ok(LoadedAdapter { digest: reread.version, bytes })
-                    }
-                    Err(error) => Err(error.to_string()),
-                };
-                self.core.handle(now, Event::LoadFinished { registration, result });
-            }
-            Command::Unload { name, mode, reply } => self.unload(&name, mode, reply),
-            Command::Pin { name, pinned, reply } => match self.registry.resolve(&name) {
-                Ok(entry) => {
-                    let event = if pinned { Event::Pin(entry.registration) } else { Event::Unpin(entry.registration) };
-                    if pinned {
-                        self.wait(entry.registration, Waiter { awaited: Awaited::Pinned, name, reply });
-                    } else {
-                        let _ = reply.send(Ok(()));
-                    }
-                    self.core.handle(now, event);
+            Command::Shelve(orders) => {
+                for order in orders {
+                    self.with_library(|library, core| library.shelve(order, core));
                 }
-                Err(error) => drop(reply.send(Err(error))),
-            },
-            Command::Stats(reply) => drop(reply.send(Ok(self.core.stats()))),
+            }
+            Command::Read { registration, result } => {
+                self.with_library(|library, core| library.read(registration, result, core));
+            }
+            Command::Identified { identify, result } => {
+                self.with_library(|library, core| library.identified(identify, result, core));
+            }
+            Command::Unload { name, mode, reply } => {
+                self.with_library(|library, core| library.unload(&name, mode, reply, core));
+            }
+            Command::Holders { name, reply } => drop(reply.send(Ok(self.library.holders(&name, &self.core)))),
+            Command::Pin { name, pinned, reply } => {
+                self.with_library(|library, core| library.pin(name, pinned, reply, core));
+            }
+            Command::SetWeight(client, weight) => self.core.handle(now, Event::SetWeight { client, weight }),
+            Command::Stats(reply) => drop(reply.send(Ok(self.stats()))),
             Command::ResetPrefixCache(reply) => drop(reply.send(Ok(self.core.reset_prefix_cache()))),
             Command::Shutdown => {}
         }
         self.carry_out_effects();
     }
 
-    /// Registers an adapter that was read: makes it resident if there is room, then publishes its name.
-    pub(crate) fn register_now(&mut self, read: ReadAdapter) -> Result<AdapterInfo, EngineError> {
-        let now = self.now();
-        if let Some(existing) = self.registry.check(&read.source, read.version)? {
-            if let Some(id) = read.source.int_id {
-                self.registry.add_id(&read.source.name, id);
-            }
-            return Ok(existing);
-        }
-        let registration = self.core.next_registration();
-        let info = AdapterInfo {
-            name: read.source.name.clone(),
-            int_ids: read.source.int_id.into_iter().collect(),
-            path: read.source.path.clone(),
-            version: read.version,
-            report: read.report,
-        };
-        let name = read.source.name.clone();
-        self.sources.insert(registration, (read.source, read.version));
-        let bytes = read.packed.bytes;
-        self.preloaded.insert(registration, (read.version, read.packed));
-        self.registering = Some((registration, None));
-        self.core.handle(now, Event::Register { registration, bytes });
-        self.core.handle(now, Event::Prefetch(registration));
-        self.carry_out_effects();
-        // Not ordered at once = no room now: it is registered, and will be read again when a request asks for it.
-        self.preloaded.remove(&registration);
-        let old = self.registry.get(&name);
-        let moves_pin = old.as_ref().is_some_and(|old| self.is_pinned(old.registration));
-        if let (true, Some(old)) = (moves_pin, &old) {
-            self.core.handle(now, Event::Unpin(old.registration));
-            self.core.handle(now, Event::Pin(registration));
-            self.carry_out_effects();
-        }
-        if let Some((_, Some(message))) = self.registering.take() {
-            self.core.handle(now, Event::Unload { registration, mode: UnloadMode::Abort });
-            if let (true, Some(old)) = (moves_pin, &old) {
-                self.core.handle(now, Event::Pin(old.registration));
-            }
-            self.carry_out_effects();
-            return Err(EngineError::AdapterOperation { name, message });
-        }
-        drop(old);
-        // Published only now: the name led to the old version until here (promise P7).
-        if let Some(old) = self.registry.publish(Entry::new(info, registration)) {
-            self.departing.push((old, UnloadMode::Drain));
-            self.unload_departing();
-        }
-        self.registry.resolve(&name).map(|entry| entry.info)
-    }
-
-    fn is_pinned(&self, registration: RegistrationId) -> bool {
-        self.core.registration(registration).is_some_and(|status| status.pinned)
-    }
-
-    /// Starts the unloads that no request on its way here holds back any more.
-    fn unload_departing(&mut self) {
-        let now = self.now();
-        let core = &mut self.core;
-        self.departing.retain(|(entry, mode)| {
-            let waits = !entry.is_free();
-            if !waits {
-                core.handle(now, Event::Unload { registration: entry.registration, mode: *mode });
-            }
-            waits
-        });
-        self.carry_out_effects();
-    }
-
-    fn unload(&mut self, name: &str, mode: UnloadMode, reply: Reply<()>) {
-        match self.registry.remove(name) {
-            Some(entry) => {
-                let waiter = Waiter { awaited: Awaited::Unloaded, name: name.to_owned(), reply };
-                self.wait(entry.registration, waiter);
-                self.departing.push((entry, mode));
-                self.unload_departing();
-            }
-            None => drop(reply.send(self.registry.resolve(name).map(|_| ()))),
-        }
-    }
-
-    fn wait(&mut self, registration: RegistrationId, waiter: Waiter) {
-        self.waiters.entry(registration).or_default().push(waiter);
-    }
-
-    /// Answers the callers that wait for `awaited`.
-    fn answer(&mut self, registration: RegistrationId, awaited: Awaited, failure: Option<&str>) {
-        let Some(waiters) = self.waiters.get_mut(&registration) else { return };
-        for waiter in waiters.extract_if(.., |waiter| waiter.awaited == awaited) {
-            let answer = match failure {
-                None => Ok(()),
-                Some(message) => Err(EngineError::AdapterOperation { name: waiter.name, message: message.to_owned() }),
-            };
-            // The caller may have given up waiting.
-            let _ = waiter.reply.send(answer);
-        }
-        if waiters.is_empty() {
-            self.waiters.remove(&registration);
+    fn stats(&self) -> EngineStats {
+        EngineStats {
+            core: self.core.stats(),
+            adapter_reads: self.library.reads,
+            loaded_bytes: self.library.loaded_bytes,
+            streamed_bytes: self.streamed_bytes,
+            steps: self.plan.step,
         }
     }
 
@@ -320,28 +193,21 @@ impl Worker {
             }
             self.effects = effects;
         }
-        // What was read for a registration that has gone meanwhile was not installed: drop it.
-        self.arriving.clear();
+        self.library.tidy();
         any
     }
 
     fn carry_out(&mut self, effect: Effect) {
+        let now = self.now();
+        let core = &mut Core { plane: &mut self.core, now };
         match effect {
-            Effect::Load { registration, .. } => self.order_load(registration),
+            Effect::Load { registration, .. } => self.library.order_load(registration, core),
             Effect::Install { slot, digest } => {
-                let arrived = self.arriving.remove(&digest).or_else(|| self.packed.get(&digest).cloned());
-                if let Some(handle) = arrived {
-                    self.runner.install(slot.0, handle.clone());
-                    self.packed.insert(digest, handle);
-                } else {
-                    // The kernels refuse an empty slot, so nothing is ever served without its adapter.
-                    tracing::error!(%digest, "an adapter was to be installed that nobody has read");
-                }
+                self.library.install(slot, digest, self.runner.as_mut());
                 self.release_retired_blocks();
             }
             Effect::Evict { slot, digest } => {
-                self.runner.remove(slot.0);
-                self.packed.remove(&digest);
+                self.library.evict(slot, digest, self.runner.as_mut());
                 self.released.clear();
                 self.released.extend(self.core.retired_blocks());
             }
@@ -356,19 +222,12 @@ impl Worker {
                     sequence.finish(reason);
                 }
             }
-            Effect::Unloaded(registration) => {
-                self.sources.remove(&registration);
-                self.answer(registration, Awaited::Unloaded, None);
-                self.answer(registration, Awaited::Pinned, Some("it was unloaded"));
+            Effect::Unloaded(registration) => self.library.unloaded(registration),
+            Effect::Resident(registration) | Effect::Replaced { new: registration, .. } => {
+                self.library.resident(registration, core);
             }
-            Effect::Resident(registration) => self.answer(registration, Awaited::Pinned, None),
-            Effect::RegistrationFailed { registration, message } => {
-                self.answer(registration, Awaited::Pinned, Some(&message));
-                match &mut self.registering {
-                    Some((registering, failure)) if *registering == registration => *failure = Some(message),
-                    _ => {}
-                }
-            }
+            Effect::OnDemand(registration) => self.library.on_demand(registration, core),
+            Effect::RegistrationFailed { registration, message } => self.library.failed(registration, message, core),
         }
     }
 
@@ -378,27 +237,6 @@ impl Worker {
             self.core.retired_blocks().filter(|block| !self.released.contains(block)).map(|block| block.0).collect();
         self.runner.release_blocks(&fresh);
         self.released.extend(fresh.into_iter().map(BlockId));
-    }
-
-    fn order_load(&mut self, registration: RegistrationId) {
-        if let Some((digest, handle)) = self.preloaded.remove(&registration) {
-            let bytes = handle.bytes;
-            self.arriving.insert(digest, handle);
-            let result = Ok(LoadedAdapter { digest, bytes });
-            self.core.handle(self.now(), Event::LoadFinished { registration, result });
-            return;
-        }
-        let failure = match self.sources.get(&registration) {
-            Some((source, version)) => {
-                let job = Job { registration, source: source.clone(), expected: *version };
-                self.jobs.send(job).is_err().then_some("the loader thread is gone")
-            }
-            None => Some("the registration is unknown"),
-        };
-        if let Some(message) = failure {
-            let result = Err(message.to_owned());
-            self.core.handle(self.now(), Event::LoadFinished { registration, result });
-        }
     }
 
     /// Plans and runs one step; false if nothing can run now.
@@ -414,6 +252,8 @@ impl Worker {
     /// The part of a step that allocates nothing once it is steady: forward, greedy sampling, commit.
     fn run_step(&mut self) {
         self.step.lower(&self.plan);
+        let adapters = self.step.batch.adapters.segments().iter();
+        self.streamed_bytes += adapters.map(|adapter| self.library.bytes_in(adapter.slot)).sum::<u64>();
         self.runner.forward(&self.step.batch);
         self.outcome.step = self.plan.step;
         self.outcome.sequences.clear();

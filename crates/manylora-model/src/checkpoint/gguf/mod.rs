@@ -16,6 +16,7 @@ mod tests;
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::OnceLock;
 
 use manylora_kernels::{KernelError, RowSource};
 use rayon::prelude::*;
@@ -30,6 +31,7 @@ use crate::error::ModelError;
 use crate::spec::ModelSpec;
 
 pub use self::metadata::{GgufError, GgufMetadata, GgufValue};
+pub use self::model::tokenizer;
 
 /// Opens a GGUF file of the Llama, Qwen2 or Qwen3 architecture.
 ///
@@ -101,7 +103,7 @@ pub fn read(path: &Path, file: &[u8]) -> Result<GgufContents, ModelError> {
                 model.spec.head_dim
             ))));
         }
-        tensors.insert(name, Stored { tensor: tensor.clone(), permuted_head });
+        tensors.insert(name, Stored { tensor: tensor.clone(), permuted_head, digest: OnceLock::new() });
     }
     let parameters = tensors.values().map(|stored| (stored.tensor.rows * stored.tensor.columns) as u64).sum();
     let bytes_on_disk = tensors.values().map(|stored| stored.tensor.bytes as u64).sum();
@@ -132,11 +134,16 @@ struct Stored {
     /// Width of a head whose rows are interleaved pairs (q and k of the llama architecture), as ggml's rotary
     /// embedding wants them, instead of two halves, as ours does.
     permuted_head: Option<usize>,
+    digest: OnceLock<[u8; 32]>,
 }
 
 impl Stored {
     fn bytes<'a>(&self, file: &'a MappedFile) -> &'a [u8] {
         &file.bytes()[self.tensor.start..self.tensor.start + self.tensor.bytes]
+    }
+
+    fn digest(&self, file: &MappedFile) -> [u8; 32] {
+        *self.digest.get_or_init(|| content_digest(self.bytes(file)))
     }
 }
 
@@ -206,6 +213,7 @@ impl TensorStore for GgufStore {
 
     fn discard(&self, name: &str) {
         if let Some(stored) = self.tensors.get(name) {
+            stored.digest(&self.file);
             self.file.discard(stored.tensor.start..stored.tensor.start + stored.tensor.bytes);
         }
     }
@@ -215,8 +223,7 @@ impl TensorStore for GgufStore {
     }
 
     fn digest_into(&self, hasher: &mut Sha256) {
-        let digests: Vec<[u8; 32]> =
-            self.tensors.par_iter().map(|(_, stored)| content_digest(stored.bytes(&self.file))).collect();
+        let digests: Vec<[u8; 32]> = self.tensors.par_iter().map(|(_, stored)| stored.digest(&self.file)).collect();
         for ((name, stored), digest) in self.tensors.iter().zip(digests) {
             let tensor = &stored.tensor;
             hash_field(hasher, name.as_bytes());

@@ -294,7 +294,8 @@ fn generation(metadata: &GgufMetadata) -> Result<GenerationDefaults, GgufError> 
     })
 }
 
-fn tokenizer(metadata: &GgufMetadata) -> Result<GgufTokenizer, GgufError> {
+/// The tokenizer's keys, with arrays that have one entry per token and ids that have a token.
+pub fn tokenizer(metadata: &GgufMetadata) -> Result<GgufTokenizer, GgufError> {
     let text = |key: &str| metadata.text(key).map(|text| text.map(str::to_owned));
     let tokens = GgufMetadata::require("tokenizer.ggml.tokens", metadata.texts("tokenizer.ggml.tokens"))?.to_vec();
     let token_types = match metadata.integers("tokenizer.ggml.token_type")? {

@@ -55,7 +55,15 @@ impl Module {
             return Err(parts.damaged("it has no elements"));
         }
         let group_size = quantization.group_size.unwrap_or(columns);
-        let groups = columns.div_ceil(group_size);
+        if !columns.is_multiple_of(group_size) {
+            return Err(ModelError::Unsupported {
+                message: format!(
+                    "the quantized module `{name}` has {columns} inputs, which are no whole groups of {group_size}; \
+                     such a last group is not supported"
+                ),
+            });
+        }
+        let groups = columns / group_size;
         match quantization.method {
             Method::Awq => {
                 parts.expect("qzeros", Dtype::I32, [groups, rows / per_word])?;

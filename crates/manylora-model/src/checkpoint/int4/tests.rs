@@ -10,13 +10,17 @@ use serde_json::json;
 use super::super::Checkpoint;
 use super::*;
 
-const CASES: [&str; 10] = [
+const CASES: [&str; 14] = [
     "awq",
     "ct-8bit",
     "ct-asymmetric",
     "ct-channel",
+    "ct-channel-ragged",
     "ct-group",
     "ct-group-bf16",
+    "ct-group-order",
+    "ct-group-order-asymmetric",
+    "ct-tensor",
     "gptq",
     "gptq-8bit",
     "gptq-act-order",
@@ -162,6 +166,7 @@ fn modules_whose_tensors_do_not_belong_together_are_refused() {
         ("awq", "scales", "`scales` is missing"),
         ("awq", "qzeros", "`qzeros` is missing"),
         ("gptq-act-order", "g_idx", "its group index is missing"),
+        ("ct-group-order", "weight_g_idx", "its group index is missing"),
         ("ct-asymmetric", "weight_zero_point", "`weight_zero_point` is missing"),
         ("ct-group", "weight_shape", "`weight_shape` is missing"),
     ] {

@@ -11,7 +11,7 @@ const SPACE_MARK: &str = "\u{2581}";
 
 /// How a decoder joins tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Joining {
+pub enum Joining {
     /// Every byte is written as one character of the GPT-2 byte alphabet.
     ByteLevel,
     /// `▁` is a space, `<0xHH>` a byte; up to `strip` spaces at the start of a text are dropped.
@@ -27,7 +27,7 @@ pub(super) enum Joining {
 
 impl Joining {
     /// Recognises a decoder as `tokenizer.json` writes it.
-    pub(super) fn of_decoder(decoder: &Value) -> Self {
+    pub fn of_decoder(decoder: &Value) -> Self {
         let steps: Vec<&Value> = match (decoder.get("type").and_then(Value::as_str), decoder.get("decoders")) {
             (Some("Sequence"), Some(Value::Array(steps))) => steps.iter().collect(),
             _ => vec![decoder],
@@ -76,7 +76,7 @@ impl Joining {
 }
 
 /// The byte of a `<0xHH>` token.
-pub(super) fn byte_token(token: &str) -> Option<u8> {
+pub fn byte_token(token: &str) -> Option<u8> {
     let digits = token.strip_prefix("<0x")?.strip_suffix('>')?;
     (digits.len() == 2 && digits.bytes().all(|digit| digit.is_ascii_hexdigit()))
         .then(|| u8::from_str_radix(digits, 16).ok())
@@ -84,12 +84,12 @@ pub(super) fn byte_token(token: &str) -> Option<u8> {
 }
 
 /// GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes for characters from U+0100 on.
-pub(super) struct ByteAlphabet {
+struct ByteAlphabet {
     bytes: [Option<u8>; 324],
 }
 
 impl ByteAlphabet {
-    pub(super) fn new() -> Self {
+    fn new() -> Self {
         let mut bytes = [None; 324];
         let mut next = 256;
         for byte in 0..=255u8 {
@@ -109,7 +109,7 @@ impl ByteAlphabet {
 }
 
 /// One token on its way into the table.
-pub(super) enum Entry<'a> {
+pub enum Entry<'a> {
     /// No token has this id.
     Hole,
     /// A token of the model, written as the vocabulary writes it.
@@ -119,7 +119,7 @@ pub(super) enum Entry<'a> {
 }
 
 /// Bytes of all tokens, by id.
-pub(super) struct TokenText {
+pub struct TokenText {
     joining: Joining,
     bytes: Vec<u8>,
     ends: Vec<u32>,
@@ -127,7 +127,8 @@ pub(super) struct TokenText {
 }
 
 impl TokenText {
-    pub(super) fn new<'a>(joining: Joining, entries: impl Iterator<Item = Entry<'a>>) -> Self {
+    /// The table of all ids from 0 on.
+    pub fn new<'a>(joining: Joining, entries: impl Iterator<Item = Entry<'a>>) -> Self {
         let alphabet = ByteAlphabet::new();
         let mut table = Self { joining, bytes: Vec::new(), ends: Vec::new(), holes: Vec::new() };
         for entry in entries {
@@ -143,17 +144,22 @@ impl TokenText {
     }
 
     /// Ids the table covers.
-    pub(super) fn len(&self) -> usize {
+    pub fn len(&self) -> usize {
         self.ends.len()
     }
 
+    /// Whether it covers no id.
+    pub fn is_empty(&self) -> bool {
+        self.ends.is_empty()
+    }
+
     /// Whether texts are concatenated bytes.
-    pub(super) fn is_bytewise(&self) -> bool {
+    pub fn is_bytewise(&self) -> bool {
         self.joining != Joining::Library
     }
 
     /// Spaces dropped at the start of a text.
-    pub(super) fn strip(&self) -> usize {
+    pub fn strip(&self) -> usize {
         match self.joining {
             Joining::SentencePiece { strip, .. } => strip,
             _ => 0,
@@ -161,7 +167,7 @@ impl TokenText {
     }
 
     /// Bytes of a token; None for an id without one.
-    pub(super) fn bytes(&self, id: u32) -> Option<&[u8]> {
+    pub fn bytes(&self, id: u32) -> Option<&[u8]> {
         let index = id as usize;
         if *self.holes.get(index)? {
             return None;
