@@ -16,10 +16,12 @@ use std::error::Error;
 
 use setup::{Bench, Options};
 
+type Part = fn(&mut Bench) -> Result<(), Box<dyn Error>>;
+
 #[expect(clippy::print_stdout, reason = "a bench prints its results")]
 fn main() -> Result<(), Box<dyn Error>> {
     let options = Options::parse(std::env::args().skip(1))?;
-    let parts: [(&str, fn(&mut Bench) -> Result<(), Box<dyn Error>>); 5] = [
+    let parts: [(&str, Part); 5] = [
         ("cycles", cycles::run),
         ("gaps", gaps::run),
         ("cliff", cliff::run),

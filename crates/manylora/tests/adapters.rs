@@ -20,6 +20,24 @@ fn copy(from: &Path, to: &Path) {
     }
 }
 
+/// an adapter on the embedding and the head, with a copy of the base's matrices in its file, serves many at once.
+#[test]
+fn a_05_eighty_five_requests_on_embedding_and_head() {
+    let oracle = Oracle::open("llama");
+    let engine = engine(&oracle, |config| {
+        config.max_num_seqs = 96;
+        config.max_num_batched_tokens = Some(128);
+    });
+    load(&engine, &oracle, &["embed-head", "alpha"]);
+    let adapters = [Some("embed-head"), None, Some("embed-head"), Some("alpha"), Some("embed-head")];
+    let alone = adapters.map(|adapter| answer(&engine, &oracle, adapter));
+    assert_ne!(alone[0], alone[1]);
+    let all = (0..85).map(|row| request(&oracle.prompt("mid"), adapters[row % adapters.len()], greedy(6))).collect();
+    for (row, got) in answers(&engine, all).into_iter().enumerate() {
+        assert_eq!(got, alone[row % adapters.len()], "row {row}");
+    }
+}
+
 /// a broken adapter fails its own requests only, also when its files vanish after it was evicted.
 #[test]
 fn a_23_a_deleted_adapter_fails_alone() {

@@ -29,6 +29,7 @@ pub(super) fn build(metadata: &GgufTokenizer) -> Result<Tokenizer, ModelError> {
     Ok(Tokenizer::assemble(pipeline, text, vocabulary.named))
 }
 
+#[expect(clippy::needless_pass_by_value, reason = "what `map_err` hands over")]
 fn failed(error: tokenizers::Error) -> ModelError {
     ModelError::Tokenizer(format!("the GGUF file's tokenizer: {error}"))
 }

@@ -120,11 +120,12 @@ impl EngineHandle {
         self.shelve(Order { expected, ..order })
     }
 
-    /// Registers an adapter by its configuration and tensor header: nothing else is read before a request asks for it.
+    /// Registers an adapter by its configuration and tensor header: nothing else is read before a request asks for it. One
+    /// that is given in memory is loaded at once.
     #[expect(clippy::needless_pass_by_value, reason = "callers build a source on the spot")]
     pub fn register_adapter(&self, source: AdapterSource) -> Result<AdapterInfo, EngineError> {
         let order = self.inspect(&source)?;
-        self.shelve(Order { lazy: true, ..order })
+        self.shelve(Order { lazy: order.read.is_none(), ..order })
     }
 
     /// As [`Self::register_adapter`] for many adapters at once: a result for each, in order. One that is refused does not
@@ -144,7 +145,7 @@ impl EngineHandle {
         for order in inspected {
             answers.push(order.map(|order| {
                 let (reply, answer) = sync_channel(1);
-                orders.push(Order { lazy: true, replies: vec![reply], ..order });
+                orders.push(Order { lazy: order.read.is_none(), replies: vec![reply], ..order });
                 answer
             }));
         }

@@ -102,7 +102,8 @@ impl Library {
     pub(super) fn shelve(&mut self, mut order: Order, core: &mut Core<'_>) {
         let queue = self.orders.entry(order.source.name.clone()).or_default();
         let same = queue.iter_mut().find(|other| {
-            order.source.origin.path().is_some()
+            let stamps = other.stamp.as_ref().zip(order.stamp.as_ref());
+            stamps.is_some_and(|(other, stamp)| other.agrees(stamp))
                 && (&other.source, other.expected, other.lazy) == (&order.source, order.expected, order.lazy)
         });
         if let Some(same) = same {
@@ -155,8 +156,8 @@ impl Library {
             core.handle(Event::Prefetch(registration));
             return None;
         }
-        let shelved = self.shelved.get(&existing.registration);
-        let unchanged = order.stamp.is_some() && shelved.is_some_and(|shelved| shelved.stamp == order.stamp);
+        let stamps = self.shelved.get(&existing.registration).and_then(|shelved| shelved.stamp.as_ref());
+        let unchanged = stamps.zip(order.stamp.as_ref()).is_some_and(|(before, now)| before.still_holds(now));
         if !order.lazy && unchanged && existing.info.origin == order.source.origin && order.expected.is_none() {
             return Some(self.same(name, existing.info.clone()));
         }
@@ -172,6 +173,10 @@ impl Library {
             // Whether it is the same content shows only when it is read; what the name stands for stays as it is.
             let job = Job::Identify { identify: Identify::Name(name.to_owned()), source: order.source.clone() };
             return self.jobs.send(job).is_err().then(|| Err(loader_gone()));
+        }
+        // Once the content is swapped it is too late to find out that the id belongs to another name.
+        if let Err(error) = self.registry.check_id(&order.source, known) {
+            return Some(Err(error));
         }
         let expected = order.expected;
         let new = self.register(name, core)?;

@@ -1,8 +1,8 @@
 //! Whether an adapter's files are still those that were read, without reading them: as build tools and version control
 //! do, by where they lie, how large they are and when they were written.
 //!
-//! A clock ticks in steps, and a file may be written twice within one: a stamp counts only if the files had been left alone
-//! for a while when it was taken. Whoever is in doubt reads the content, which is what decides.
+//! A clock ticks in steps, and a file may be written twice within one: a stamp says that files are unchanged only if they
+//! had been left alone for a while when it was taken. Whoever is in doubt reads the content, which is what decides.
 
 use std::path::Path;
 use std::time::{Duration, SystemTime};
@@ -14,8 +14,11 @@ const SETTLED: Duration = Duration::from_secs(2);
 const FILES: [&str; 2] = ["adapter_config.json", "adapter_model.safetensors"];
 
 /// State of an adapter's files at one time.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Stamp([FileState; FILES.len()]);
+#[derive(Clone, Debug)]
+pub(crate) struct Stamp {
+    files: [FileState; FILES.len()],
+    settled: bool,
+}
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct FileState {
@@ -26,34 +29,53 @@ struct FileState {
 }
 
 impl Stamp {
-    /// The stamp of an adapter's folder; None where it would not tell.
+    /// The stamp of an adapter's folder; None where files have no such state.
     pub(super) fn take(folder: &Path) -> Option<Self> {
-        let now = SystemTime::now();
-        let [config, tensors] = FILES.map(|name| FileState::of(&folder.join(name), now));
-        Some(Self([config?, tensors?]))
+        Self::taken_at(folder, SystemTime::now())
+    }
+
+    fn taken_at(folder: &Path, now: SystemTime) -> Option<Self> {
+        let [config, tensors] = FILES.map(|name| FileState::of(&folder.join(name)));
+        let files = [config?, tensors?];
+        let settled = files.iter().all(|file| file.is_older_than(SETTLED, now));
+        Some(Self { files, settled })
+    }
+
+    /// Whether both were taken of the same state, as far as the clock's ticks tell.
+    pub(super) fn agrees(&self, other: &Self) -> bool {
+        self.files == other.files
+    }
+
+    /// Whether the files that this was taken of, and then read, are still the same now that `later` was taken.
+    pub(super) fn still_holds(&self, later: &Self) -> bool {
+        self.settled && self.agrees(later)
     }
 }
 
 impl FileState {
     #[cfg(unix)]
-    fn of(path: &Path, now: SystemTime) -> Option<Self> {
+    fn of(path: &Path) -> Option<Self> {
         use std::os::unix::fs::MetadataExt;
 
         let metadata = std::fs::metadata(path).ok()?;
-        let written = metadata.modified().ok()?;
-        let changed = SystemTime::UNIX_EPOCH + Duration::from_secs(u64::try_from(metadata.ctime()).ok()?);
-        let settled = |time: SystemTime| now.duration_since(time).is_ok_and(|age| age >= SETTLED);
-        (settled(written) && settled(changed)).then(|| Self {
+        Some(Self {
             place: (metadata.dev(), metadata.ino()),
             length: metadata.len(),
-            written,
+            written: metadata.modified().ok()?,
             changed: (metadata.ctime(), metadata.ctime_nsec()),
         })
     }
 
     #[cfg(not(unix))]
-    fn of(_path: &Path, _now: SystemTime) -> Option<Self> {
+    fn of(_path: &Path) -> Option<Self> {
         None
+    }
+
+    fn is_older_than(&self, age: Duration, now: SystemTime) -> bool {
+        let changed =
+            u64::try_from(self.changed.0).map(|seconds| SystemTime::UNIX_EPOCH + Duration::from_secs(seconds));
+        let old = |time: SystemTime| now.duration_since(time).is_ok_and(|since| since >= age);
+        old(self.written) && changed.is_ok_and(old)
     }
 }
 
@@ -64,19 +86,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_settled_files_have_a_stamp_and_a_change_shows() {
+    fn only_settled_files_are_known_to_be_unchanged() {
         let folder = tempfile::tempdir().expect("a folder");
         for name in FILES {
             fs::write(folder.path().join(name), name).expect("written");
         }
-        assert_eq!(Stamp::take(folder.path()), None, "just written");
-        let state = |now| FileState::of(&folder.path().join(FILES[0]), now);
-        let later = SystemTime::now() + Duration::from_secs(60);
-        let before = state(later).expect("left alone for a minute");
-        assert_eq!(state(later), Some(before.clone()));
+        let fresh = Stamp::take(folder.path()).expect("files");
+        let later = Stamp::taken_at(folder.path(), SystemTime::now() + Duration::from_secs(60)).expect("files");
+        assert!(fresh.agrees(&later) && later.still_holds(&fresh));
+        assert!(!fresh.still_holds(&later), "they had just been written");
         let file = File::options().write(true).open(folder.path().join(FILES[0])).expect("open");
         file.set_modified(SystemTime::UNIX_EPOCH).expect("set");
-        assert_ne!(state(later), Some(before), "the time of the change cannot be set");
-        assert_eq!(Stamp::take(Path::new("nowhere")), None);
+        let changed = Stamp::take(folder.path()).expect("files");
+        assert!(!later.agrees(&changed), "the time of the change cannot be set");
+        assert!(Stamp::take(Path::new("nowhere")).is_none());
     }
 }

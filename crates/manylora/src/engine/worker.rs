@@ -83,11 +83,11 @@ impl Worker {
             if ran || changed {
                 continue;
             }
-            let command = if !self.library.has_departing() {
-                self.commands.recv().map_err(|_| RecvTimeoutError::Disconnected)
-            } else {
+            let command = if self.library.has_departing() {
                 // Holds are dropped on callers' threads without a word to this one.
                 self.commands.recv_timeout(DEPARTING_POLL)
+            } else {
+                self.commands.recv().map_err(|_| RecvTimeoutError::Disconnected)
             };
             match command {
                 Ok(Command::Shutdown) | Err(RecvTimeoutError::Disconnected) => return,
