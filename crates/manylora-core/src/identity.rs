@@ -27,7 +27,8 @@ pub struct RegistrationId {
 #[derive(Clone, Copy, Debug, Default, PartialEq, PartialOrd, serde::Serialize, serde::Deserialize)]
 pub struct Time(pub f64);
 
-/// SHA-256 of content: of an adapter version, of the base, of a KV block's history. Written as 64 hexadecimal digits.
+/// Digest of content: BLAKE3 of an adapter version and of the base, SHA-256 of a KV block's history. Written as 64
+/// hexadecimal digits.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub struct Digest(pub [u8; 32]);

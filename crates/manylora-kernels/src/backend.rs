@@ -6,6 +6,9 @@
 
 use std::sync::Arc;
 
+use half::f16;
+use half::slice::HalfFloatSliceExt;
+
 use crate::batch::{RowAdapterPlan, StepBatch};
 use crate::error::KernelError;
 use crate::site::{Site, SiteShape};
@@ -102,6 +105,88 @@ pub trait PackedAdapter: Send + Sync + 'static {
 
 /// Writes the factors A and B of one site (by its index) as f32, row-major, to vectors that it first resizes.
 pub type FillFactors<'a> = dyn FnMut(usize, &mut Vec<f32>, &mut Vec<f32>) -> Result<(), KernelError> + 'a;
+
+/// Number format in which a file, or whoever made an adapter in memory, stores a factor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum FactorType {
+    /// bfloat16: 2 bytes
+    Bf16,
+    /// IEEE half: 2 bytes
+    F16,
+    /// IEEE single: 4 bytes
+    F32,
+}
+
+impl FactorType {
+    /// Bytes of one element.
+    pub const fn bytes(self) -> usize {
+        match self {
+            Self::Bf16 | Self::F16 => 2,
+            Self::F32 => 4,
+        }
+    }
+}
+
+/// One factor as it is stored.
+#[derive(Clone, Copy, Debug)]
+pub struct StoredFactor<'a> {
+    /// Format of the elements.
+    pub dtype: FactorType,
+    /// Little-endian elements, row-major: A `[rank, input]`, B `[output, rank]`. Need not be aligned.
+    pub bytes: &'a [u8],
+}
+
+impl<'a> StoredFactor<'a> {
+    /// Number of elements.
+    pub const fn len(&self) -> usize {
+        self.bytes.len() / self.dtype.bytes()
+    }
+
+    /// Whether there are none.
+    pub const fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The elements `range`.
+    #[must_use]
+    pub fn part(&self, range: std::ops::Range<usize>) -> StoredFactor<'a> {
+        let width = self.dtype.bytes();
+        StoredFactor { dtype: self.dtype, bytes: &self.bytes[range.start * width..range.end * width] }
+    }
+
+    /// Widens to f32, exactly. `out` has [`Self::len`] elements.
+    #[inline]
+    pub fn widen(&self, out: &mut [f32]) {
+        match self.dtype {
+            FactorType::Bf16 => {
+                // Written so that it becomes vector code, as the others are.
+                for (value, pair) in out.iter_mut().zip(self.bytes.as_chunks::<2>().0) {
+                    *value = f32::from_bits(u32::from(u16::from_le_bytes(*pair)) << 16);
+                }
+            }
+            FactorType::F16 => {
+                let mut block = [f16::ZERO; 64];
+                for (out, bytes) in out.chunks_mut(64).zip(self.bytes.chunks(128)) {
+                    for (value, pair) in block.iter_mut().zip(bytes.as_chunks::<2>().0) {
+                        *value = f16::from_le_bytes(*pair);
+                    }
+                    block[..out.len()].convert_to_f32_slice(out);
+                }
+            }
+            FactorType::F32 => {
+                for (value, four) in out.iter_mut().zip(self.bytes.as_chunks::<4>().0) {
+                    *value = f32::from_le_bytes(*four);
+                }
+            }
+        }
+    }
+}
+
+/// Takes the factors A and B of one site, by its index.
+pub type FactorSink<'a> = dyn FnMut(usize, StoredFactor<'_>, StoredFactor<'_>) -> Result<(), KernelError> + 'a;
+
+/// Gives the factors of every site to a sink, once each, in any order.
+pub type FactorFeed<'a> = dyn FnMut(&mut FactorSink<'_>) -> Result<(), KernelError> + 'a;
 
 /// The adapters a step can refer to, by slot.
 #[derive(Debug)]
@@ -202,6 +287,15 @@ pub trait Backend: Send + Sync + 'static {
         sites: &[SiteShape],
         dtype: StorageType,
         fill: &mut FillFactors<'_>,
+    ) -> Result<Self::Adapter, KernelError>;
+
+    /// As [`Self::pack_adapter`], from factors as they are stored, which need not be in memory all at once: what a load
+    /// uses. Sites that `feed` leaves out, or gives twice, are errors.
+    fn pack_stored_adapter(
+        &self,
+        sites: &[SiteShape],
+        dtype: StorageType,
+        feed: &mut FactorFeed<'_>,
     ) -> Result<Self::Adapter, KernelError>;
 
     /// `out[row] = weight[tokens[row]]`, plus the deltas of adapters that touch `site`.

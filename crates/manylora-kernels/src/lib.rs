@@ -13,8 +13,8 @@ pub mod error;
 pub mod site;
 
 pub use backend::{
-    AdapterTable, AttentionShape, Backend, FillFactors, KvShape, LinearOutput, LinearPart, PackedAdapter, RowSource,
-    StorageType,
+    AdapterTable, AttentionShape, Backend, FactorFeed, FactorSink, FactorType, FillFactors, KvShape, LinearOutput,
+    LinearPart, PackedAdapter, RowSource, StorageType, StoredFactor,
 };
 pub use batch::{AdapterEntry, AdapterSegment, RowAdapterPlan, SequenceRows, StepBatch};
 pub use error::KernelError;

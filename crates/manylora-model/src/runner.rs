@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use manylora_kernels::{SiteShape, StepBatch};
+use manylora_kernels::{FactorFeed, SiteShape, StepBatch};
 
 use crate::adapter::PreparedAdapter;
 use crate::error::ModelError;
@@ -27,8 +27,12 @@ impl std::fmt::Debug for PackedHandle {
 pub trait AdapterPacker: Send + Sync {
     /// Exact bytes that an adapter with these sites will take.
     fn bytes(&self, sites: &[SiteShape]) -> u64;
-    /// Packs a validated adapter; refuses ranks that steps have no working memory for.
-    fn pack(&self, adapter: &PreparedAdapter) -> Result<PackedHandle, ModelError>;
+    /// Packs factors as they are stored; refuses ranks that steps have no working memory for, before it asks for any.
+    fn pack_stored(&self, sites: &[SiteShape], feed: &mut FactorFeed<'_>) -> Result<PackedHandle, ModelError>;
+    /// Packs a validated adapter.
+    fn pack(&self, adapter: &PreparedAdapter) -> Result<PackedHandle, ModelError> {
+        self.pack_stored(&adapter.sites, &mut |sink| adapter.feed(sink))
+    }
 }
 
 /// A loaded model with its buffers and KV cache.

@@ -40,12 +40,14 @@ fn wait_for<T: Send + 'static>(
     py: Python<'_>,
     work: impl FnOnce() -> Result<T, EngineError> + Send + 'static,
 ) -> PyResult<T> {
-    let (done, result) = sync_channel(1);
+    let (done, mut result) = sync_channel(1);
     // The receiver is gone if the caller was interrupted.
     let worker = move || drop(done.send(work()));
     std::thread::Builder::new().name("manylora-wait".to_owned()).spawn(worker)?;
     loop {
-        match py.detach(|| result.recv_timeout(PATIENCE)) {
+        // Lent as a whole: a receiver may be sent to other threads, not shared with them.
+        let waiting = &mut result;
+        match py.detach(move || waiting.recv_timeout(PATIENCE)) {
             Ok(result) => return result.into_python(py),
             Err(RecvTimeoutError::Timeout) => py.check_signals()?,
             Err(RecvTimeoutError::Disconnected) => {

@@ -102,6 +102,9 @@ impl StreamSender {
     }
 }
 
+/// How long a wait without a limit sleeps before it looks again.
+const LONG: Duration = Duration::from_secs(3600);
+
 /// The reader's end: deltas of all samples in the order they were produced. Dropping it aborts what still runs.
 pub struct RequestStream {
     shared: Arc<Shared>,
@@ -150,7 +153,8 @@ impl RequestStream {
     /// As [`Self::next_delta`], giving up after `timeout`: `Err(())` means that nothing came in time.
     #[expect(clippy::result_unit_err, reason = "there is nothing to say about a timeout")]
     pub fn next_timeout(&mut self, timeout: Duration) -> Result<Option<Result<Delta, EngineError>>, ()> {
-        let deadline = Instant::now() + timeout;
+        // A time beyond what the clock can count is no limit.
+        let deadline = Instant::now().checked_add(timeout);
         let mut state = self.shared.lock();
         loop {
             if let Some(delta) = state.queue.pop_front() {
@@ -159,9 +163,10 @@ impl RequestStream {
             if state.open == 0 {
                 return Ok(None);
             }
-            let Some(left) = deadline.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) else {
+            let left = deadline.map_or(LONG, |deadline| deadline.saturating_duration_since(Instant::now()));
+            if left.is_zero() {
                 return Err(());
-            };
+            }
             state = self.shared.ready.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }

@@ -468,3 +468,126 @@ fn tenants_share_fairly() {
     engine.set_weight(Share::Tenant("few"), 0.0).expect_err("no weight");
     engine.set_weight(Share::Adapter("nobody"), 1.0).expect_err("no such adapter");
 }
+
+/// An unload comes between a load and its read: the load counts as the later of the two, and nobody waits for ever.
+#[test]
+fn a_24_an_unload_overtakes_a_load() {
+    let oracle = Oracle::open("llama");
+    let (hook, gate) = Gate::hook("x");
+    let engine = engine(&oracle, |config| config.before_read = Some(hook));
+    let reference = common::engine(&oracle, |_| {});
+    load(&reference, &oracle, &["alpha", "beta"]);
+    let expected = |name: &str| answer(&reference, &oracle, Some(name));
+    engine.register_adapter(source(&oracle, "x", "alpha")).expect("registered");
+    std::thread::scope(|scope| {
+        // A request waits for the read; draining lets it finish.
+        let mut waiting = engine.submit(request(&oracle.prompt("mid"), Some("x"), greedy(6))).expect("queued");
+        gate.wait_for_a_read();
+        let loaded = scope.spawn(|| engine.load_adapter(source(&oracle, "x", "alpha")));
+        let unloaded = scope.spawn(|| engine.unload_adapter("x", UnloadMode::Drain));
+        gate.let_go();
+        assert_eq!(waiting.collect_all().expect("it finishes")[0].token_ids, expected("alpha").0);
+        unloaded.join().expect("no panic").expect("unloaded");
+        // The load may have begun anew, which is another read.
+        while !loaded.is_finished() {
+            let _ = gate.go.send(());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        loaded.join().expect("no panic").expect("loaded");
+    });
+    for _ in 0..50 {
+        let _ = gate.go.send(());
+    }
+    // Whatever came first, names and content agree: it serves, or it is unknown.
+    match engine.submit(request(&oracle.prompt("mid"), Some("x"), greedy(6))) {
+        Ok(mut stream) => assert_eq!(stream.collect_all().expect("finishes")[0].token_ids, expected("alpha").0),
+        Err(error) => assert!(matches!(error, EngineError::UnknownAdapter { .. }), "{error}"),
+    }
+    // A replacement is interrupted likewise; with an expectation there is nothing left that it could replace.
+    engine.load_adapter(source(&oracle, "x", "alpha")).expect("loaded");
+    let version = engine.adapter("x").expect("known").version;
+    for expectation in [version, None] {
+        std::thread::scope(|scope| {
+            let replaced = scope.spawn(|| engine.replace_adapter(source(&oracle, "x", "beta"), expectation));
+            std::thread::sleep(Duration::from_millis(5));
+            let _ = engine.unload_adapter("x", UnloadMode::Drain);
+            match replaced.join().expect("no panic") {
+                Ok(_) | Err(EngineError::UnknownAdapter { .. }) => {}
+                Err(error) => panic!("{error}"),
+            }
+        });
+        if engine.adapter("x").is_ok() {
+            assert_eq!(answer(&engine, &oracle, Some("x")), expected("beta"));
+            engine.unload_adapter("x", UnloadMode::Drain).expect("unloads");
+        }
+        engine.load_adapter(source(&oracle, "x", "alpha")).expect("loaded");
+    }
+}
+
+/// Random calls from several threads: every one is answered, names lead to what was loaded under them, and nothing is left.
+#[test]
+fn random_calls_from_many_threads_end_well() {
+    let oracle = Oracle::open("llama");
+    let engine = engine(&oracle, |config| {
+        config.max_loras = Some(2);
+        config.max_cpu_loras = Some(3);
+    });
+    let contents = ["alpha", "beta", "rank5", "qv"];
+    let reference = common::engine(&oracle, |_| {});
+    load(&reference, &oracle, &contents);
+    let tokens: HashSet<Vec<u32>> = contents.iter().map(|name| answer(&reference, &oracle, Some(name)).0).collect();
+    std::thread::scope(|scope| {
+        for thread in 0..6_u64 {
+            let (engine, oracle, tokens) = (&engine, &oracle, &tokens);
+            scope.spawn(move || {
+                let mut state = (thread + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+                let mut draw = |limit: usize| {
+                    state ^= state << 13;
+                    state ^= state >> 7;
+                    state ^= state << 17;
+                    (state >> 33) as usize % limit
+                };
+                for _ in 0..150 {
+                    let (name, content) = (["x", "y", "z"][draw(3)], contents[draw(4)]);
+                    let int_id = [None, None, Some(1 + draw(3) as u64)][draw(3)];
+                    let source = AdapterSource { int_id, replace: draw(2) == 0, ..source(oracle, name, content) };
+                    let given = || in_memory(oracle, name, content);
+                    // Conflicts, names that are gone, pins without room: all of them are answers.
+                    match draw(12) {
+                        0..3 => drop(engine.load_adapter(source)),
+                        3 => drop(engine.register_adapter(source)),
+                        4 => drop(
+                            engine.replace_adapter(source, engine.adapter(name).ok().and_then(|info| info.version)),
+                        ),
+                        5 => drop(engine.unload_adapter(name, UnloadMode::Drain)),
+                        6 => drop(engine.unload_adapter(name, UnloadMode::Abort)),
+                        7 => drop(engine.pin_adapter(name)),
+                        8 => drop(engine.unpin_adapter(name)),
+                        9 => drop(engine.load_adapter(AdapterSource { replace: true, ..given() })),
+                        _ => {
+                            let request = request(&oracle.prompt("mid"), Some(name), greedy(6));
+                            let Ok(mut stream) = engine.submit(request) else { continue };
+                            if let Ok(samples) = stream.collect_all()
+                                && samples[0].finish_reason == Some(FinishReason::Length)
+                            {
+                                assert!(
+                                    tokens.contains(&samples[0].token_ids),
+                                    "an answer of no content under `{name}`"
+                                );
+                            }
+                        }
+                    }
+                }
+            });
+        }
+    });
+    for name in ["x", "y", "z"] {
+        let _ = engine.unload_adapter(name, UnloadMode::Abort);
+    }
+    assert!(engine.list_adapters().is_empty());
+    let stats = engine.stats().expect("stats");
+    assert_eq!((stats.adapter_bytes, stats.loading_bytes, stats.running, stats.waiting), (0, 0, 0, 0));
+    assert_eq!(stats.free_blocks, stats.total_blocks);
+    load(&engine, &oracle, &["alpha"]);
+    assert_eq!(answer(&engine, &oracle, Some("alpha")), answer(&reference, &oracle, Some("alpha")));
+}

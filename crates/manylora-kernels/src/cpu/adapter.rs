@@ -1,11 +1,13 @@
 //! Packed adapters: one blob per adapter, of its true rank and only the sites it touches.
 //!
 //! For every site A lies row-major `[rank, input]` (the embedding's transposed, `[vocabulary, rank]`, because it is
-//! gathered by token) and B in panels as weights do, `[output/16][rank][16]`. Stored factors are never scaled.
+//! gathered by token) and B in panels as weights do, `[output/16][rank][16]`. Stored factors are never scaled. A load
+//! should take no longer than copying the bytes: factors that are stored in the format they are packed in are not widened.
 
+use super::level::SimdLevel;
 use super::memory::{ALIGNMENT, AlignedVec};
 use super::pack::{PanelFormat, f32_to_bf16};
-use crate::backend::{FillFactors, PackedAdapter, StorageType};
+use crate::backend::{FactorFeed, FactorType, FillFactors, PackedAdapter, StorageType, StoredFactor};
 use crate::error::KernelError;
 use crate::site::{Site, SiteShape};
 
@@ -60,60 +62,50 @@ impl PackedAdapter for CpuAdapter {
     }
 }
 
+/// An adapter of which some sites are packed.
+struct Packing<'s> {
+    level: SimdLevel,
+    sites: &'s [SiteShape],
+    adapter: CpuAdapter,
+    /// By position in `sites`.
+    packed: Vec<bool>,
+    /// Rows of one panel of B, widened.
+    widened: Vec<f32>,
+    /// Rows of one panel of B, rounded to bf16.
+    rounded: Vec<u8>,
+}
+
 impl CpuAdapter {
     /// See [`crate::Backend::pack_adapter`].
     pub(super) fn pack(
+        level: SimdLevel,
         sites: &[SiteShape],
         dtype: StorageType,
         fill: &mut FillFactors<'_>,
     ) -> Result<Self, KernelError> {
-        let mut blob = AlignedVec::zeroed("an adapter", packed_adapter_bytes(sites, dtype))?;
-        let table = sites.iter().map(|shape| shape.site.index() + 1).max().unwrap_or(0);
-        let mut places = vec![Place::default(); table];
         let (mut a, mut b) = (Vec::new(), Vec::new());
-        let mut offset = 0;
-        for (index, shape) in sites.iter().enumerate() {
-            let (rank, input, output) = (shape.rank as usize, shape.input as usize, shape.output as usize);
-            fill(index, &mut a, &mut b)?;
-            if a.len() != rank * input || b.len() != output * rank || rank == 0 {
-                return Err(KernelError::Source(format!(
-                    "site `{}` got {} and {} values for factors of shapes [{rank}, {input}] and [{output}, {rank}]",
-                    shape.site.0,
-                    a.len(),
-                    b.len(),
-                )));
+        Self::pack_stored(level, sites, dtype, &mut |sink| {
+            for index in 0..sites.len() {
+                fill(index, &mut a, &mut b)?;
+                let bytes = |values: &[f32]| values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>();
+                let (a, b) = (bytes(&a), bytes(&b));
+                let dtype = FactorType::F32;
+                sink(index, StoredFactor { dtype, bytes: &a }, StoredFactor { dtype, bytes: &b })?;
             }
-            let (a_bytes, b_bytes) = factor_bytes(shape, dtype);
-            let place = &mut places[shape.site.index()];
-            if place.rank != 0 {
-                return Err(KernelError::Source(format!("site `{}` appears twice in one adapter", shape.site.0)));
-            }
-            *place = Place {
-                rank: shape.rank,
-                input: shape.input,
-                output: shape.output,
-                scale: shape.scale,
-                a: offset,
-                b: offset + a_bytes,
-            };
-            let (a_blob, b_blob) = blob[offset..offset + a_bytes + b_bytes].split_at_mut(a_bytes);
-            if shape.site == Site::EMBED {
-                for (rank_row, values) in a.chunks_exact(input).enumerate() {
-                    for (column, value) in values.iter().enumerate() {
-                        store(dtype, a_blob, column * rank + rank_row, *value);
-                    }
-                }
-            } else {
-                store_all(dtype, a_blob, &a);
-            }
-            let format = PanelFormat::of_adapter(dtype);
-            let panels = b_blob.chunks_exact_mut(format.panel_bytes(rank));
-            for (panel, rows) in panels.zip(b.chunks(format.width() * rank)) {
-                store_panel(dtype, rows, rank, panel);
-            }
-            offset += a_bytes + b_bytes;
-        }
-        Ok(Self { dtype, places, blob })
+            Ok(())
+        })
+    }
+
+    /// See [`crate::Backend::pack_stored_adapter`].
+    pub(super) fn pack_stored(
+        level: SimdLevel,
+        sites: &[SiteShape],
+        dtype: StorageType,
+        feed: &mut FactorFeed<'_>,
+    ) -> Result<Self, KernelError> {
+        let mut packing = Packing::new(level, sites, dtype)?;
+        feed(&mut |index, a, b| packing.add(index, a, b))?;
+        packing.finish()
     }
 
     /// Element type of the factors.
@@ -135,44 +127,292 @@ impl CpuAdapter {
     }
 }
 
-/// Values in their order. A load should take no longer than copying: these loops are written to become vector code.
-fn store_all(dtype: StorageType, blob: &mut [u8], values: &[f32]) {
+impl<'s> Packing<'s> {
+    fn new(level: SimdLevel, sites: &'s [SiteShape], dtype: StorageType) -> Result<Self, KernelError> {
+        let table = sites.iter().map(|shape| shape.site.index() + 1).max().unwrap_or(0);
+        let mut places = vec![Place::default(); table];
+        let mut offset = 0;
+        for shape in sites {
+            let (a_bytes, b_bytes) = factor_bytes(shape, dtype);
+            let place = &mut places[shape.site.index()];
+            if place.rank != 0 {
+                return Err(KernelError::Source(format!("site `{}` appears twice in one adapter", shape.site.0)));
+            }
+            *place = Place {
+                rank: shape.rank,
+                input: shape.input,
+                output: shape.output,
+                scale: shape.scale,
+                a: offset,
+                b: offset + a_bytes,
+            };
+            offset += a_bytes + b_bytes;
+        }
+        let blob = AlignedVec::zeroed("an adapter", offset)?;
+        let adapter = CpuAdapter { dtype, places, blob };
+        let packed = vec![false; sites.len()];
+        Ok(Self { level, sites, adapter, packed, widened: Vec::new(), rounded: Vec::new() })
+    }
+
+    fn finish(self) -> Result<CpuAdapter, KernelError> {
+        match self.packed.iter().position(|packed| !packed) {
+            None => Ok(self.adapter),
+            Some(index) => Err(KernelError::Source(format!("site `{}` got no factors", self.sites[index].site.0))),
+        }
+    }
+
+    /// Packs the factors of one site.
+    fn add(&mut self, index: usize, a: StoredFactor<'_>, b: StoredFactor<'_>) -> Result<(), KernelError> {
+        let (Some(shape), Some(packed)) = (self.sites.get(index), self.packed.get_mut(index)) else {
+            return Err(KernelError::Source(format!("an adapter of {} sites has no site `{index}`", self.sites.len())));
+        };
+        if std::mem::replace(packed, true) {
+            return Err(KernelError::Source(format!("site `{}` got factors twice", shape.site.0)));
+        }
+        let (rank, input, output) = (shape.rank as usize, shape.input as usize, shape.output as usize);
+        if a.len() != rank * input || b.len() != output * rank || rank == 0 {
+            return Err(KernelError::Source(format!(
+                "site `{}` got {} and {} values for factors of shapes [{rank}, {input}] and [{output}, {rank}]",
+                shape.site.0,
+                a.len(),
+                b.len(),
+            )));
+        }
+        let CpuAdapter { dtype, places, blob } = &mut self.adapter;
+        let dtype = *dtype;
+        let offset = places[shape.site.index()].a;
+        let (a_bytes, b_bytes) = factor_bytes(shape, dtype);
+        let (a_blob, b_blob) = blob[offset..offset + a_bytes + b_bytes].split_at_mut(a_bytes);
+        if shape.site == Site::EMBED {
+            store_transposed(dtype, a_blob, a, input);
+        } else {
+            store_all(dtype, a_blob, a);
+        }
+        let format = PanelFormat::of_adapter(dtype);
+        let panels = b_blob.chunks_exact_mut(format.panel_bytes(rank));
+        for (panel, first) in panels.zip((0..output).step_by(format.width())) {
+            let rows = b.part(first * rank..(first + format.width()).min(output) * rank);
+            match dtype {
+                StorageType::Bf16 if holds(rows, dtype) => panel_bf16(self.level, rows.bytes, rank, panel),
+                StorageType::Bf16 => {
+                    self.widened.resize(rows.len(), 0.0);
+                    rows.widen(&mut self.widened);
+                    self.rounded.resize(rows.len() * 2, 0);
+                    store_values(dtype, &mut self.rounded, &self.widened);
+                    panel_bf16(self.level, &self.rounded, rank, panel);
+                }
+                StorageType::F32 => {
+                    self.widened.resize(rows.len(), 0.0);
+                    rows.widen(&mut self.widened);
+                    panel_f32(&self.widened, rank, panel);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Values that are widened at a time.
+const BLOCK: usize = 512;
+
+/// Whether the stored bytes are already what `dtype` has in memory.
+const fn holds(stored: StoredFactor<'_>, dtype: StorageType) -> bool {
+    cfg!(target_endian = "little")
+        && matches!((stored.dtype, dtype), (FactorType::Bf16, StorageType::Bf16) | (FactorType::F32, StorageType::F32))
+}
+
+/// Values in their order.
+fn store_all(dtype: StorageType, blob: &mut [u8], stored: StoredFactor<'_>) {
+    if holds(stored, dtype) {
+        blob[..stored.bytes.len()].copy_from_slice(stored.bytes);
+        return;
+    }
+    let mut values = [0.0; BLOCK];
+    for (index, blob) in blob.chunks_mut(BLOCK * dtype.bytes()).enumerate() {
+        // The blob's padding may reach beyond the values.
+        let first = (index * BLOCK).min(stored.len());
+        let part = stored.part(first..(first + BLOCK).min(stored.len()));
+        part.widen(&mut values);
+        store_values(dtype, blob, &values[..part.len()]);
+    }
+}
+
+/// `[rank, columns]` as `[columns, rank]`.
+fn store_transposed(dtype: StorageType, blob: &mut [u8], stored: StoredFactor<'_>, columns: usize) {
+    let rank = stored.len() / columns;
+    let mut values = [0.0; BLOCK];
+    for first in (0..columns).step_by(BLOCK) {
+        let last = (first + BLOCK).min(columns);
+        for rank_row in 0..rank {
+            let values = &mut values[..last - first];
+            stored.part(rank_row * columns + first..rank_row * columns + last).widen(values);
+            for (column, value) in (first..last).zip(&*values) {
+                let element = (column * rank + rank_row) * dtype.bytes();
+                store_values(dtype, &mut blob[element..element + dtype.bytes()], &[*value]);
+            }
+        }
+    }
+}
+
+/// Written to become vector code.
+#[inline]
+fn store_values(dtype: StorageType, blob: &mut [u8], values: &[f32]) {
     match dtype {
         StorageType::F32 => {
-            for (four, value) in blob.chunks_exact_mut(4).zip(values) {
-                four.copy_from_slice(&value.to_ne_bytes());
+            for (four, value) in blob.as_chunks_mut::<4>().0.iter_mut().zip(values) {
+                *four = value.to_ne_bytes();
             }
         }
         StorageType::Bf16 => {
-            for (two, value) in blob.chunks_exact_mut(2).zip(values) {
-                two.copy_from_slice(&f32_to_bf16(*value).to_ne_bytes());
+            for (two, value) in blob.as_chunks_mut::<2>().0.iter_mut().zip(values) {
+                *two = f32_to_bf16(*value).to_ne_bytes();
             }
         }
     }
 }
 
-/// Packs up to one panel's rows of B, for the few inputs that B has: its panels stay in the first-level cache.
-fn store_panel(dtype: StorageType, rows: &[f32], rank: usize, panel: &mut [u8]) {
+/// Packs up to 16 rows of B, f32, for the few inputs that B has: its panels stay in the first-level cache.
+fn panel_f32(rows: &[f32], rank: usize, panel: &mut [u8]) {
     for (output, row) in rows.chunks_exact(rank).enumerate() {
-        match dtype {
-            StorageType::F32 => {
-                for (step, value) in panel.as_chunks_mut::<64>().0.iter_mut().zip(row) {
-                    step[output * 4..output * 4 + 4].copy_from_slice(&value.to_ne_bytes());
-                }
-            }
-            StorageType::Bf16 => {
-                let offset = output % 8 * 4 + output / 8 * 2;
-                for (step, value) in panel.as_chunks_mut::<32>().0.iter_mut().zip(row) {
-                    step[offset..offset + 2].copy_from_slice(&f32_to_bf16(*value).to_ne_bytes());
-                }
-            }
+        for (step, value) in panel.as_chunks_mut::<64>().0.iter_mut().zip(row) {
+            step[output * 4..output * 4 + 4].copy_from_slice(&value.to_ne_bytes());
         }
     }
 }
 
-fn store(dtype: StorageType, blob: &mut [u8], element: usize, value: f32) {
-    match dtype {
-        StorageType::F32 => blob[element * 4..element * 4 + 4].copy_from_slice(&value.to_ne_bytes()),
-        StorageType::Bf16 => blob[element * 2..element * 2 + 2].copy_from_slice(&f32_to_bf16(value).to_ne_bytes()),
+/// Packs up to 16 rows of B, bf16 in memory's order of bytes.
+fn panel_bf16(level: SimdLevel, rows: &[u8], rank: usize, panel: &mut [u8]) {
+    let packed = if rows.len() == 32 * rank { interleave_bf16(level, rows, rank, panel) } else { 0 };
+    if packed == rank {
+        return;
+    }
+    for (output, row) in rows.chunks_exact(2 * rank).enumerate() {
+        let offset = output % 8 * 4 + output / 8 * 2;
+        let steps = panel.as_chunks_mut::<32>().0.iter_mut().zip(row.as_chunks::<2>().0);
+        for (step, value) in steps.skip(packed) {
+            step[offset..offset + 2].copy_from_slice(value);
+        }
+    }
+}
+
+/// Packs the first inputs of 16 rows, as many as the level's instructions take, and returns how many it packed.
+#[cfg_attr(target_arch = "x86_64", expect(unsafe_code, reason = "the level's instructions are the processor's"))]
+fn interleave_bf16(level: SimdLevel, rows: &[u8], rank: usize, panel: &mut [u8]) -> usize {
+    #[cfg(target_arch = "x86_64")]
+    if level != SimdLevel::Portable && super::x86::has_avx2() {
+        // SAFETY: the processor was asked for AVX2 on the line above.
+        return unsafe { super::x86::avx2_panel::interleave_bf16(rows, rank, panel) };
+    }
+    let _ = (level, rows, rank, panel);
+    0
+}
+
+#[cfg(test)]
+mod tests {
+    use half::{bf16, f16};
+
+    use super::CpuAdapter;
+    use crate::backend::{FactorType, StorageType, StoredFactor};
+    use crate::cpu::level::SimdLevel;
+    use crate::cpu::pack::PanelFormat;
+    use crate::site::{Site, SiteShape};
+
+    const TYPES: [FactorType; 3] = [FactorType::Bf16, FactorType::F16, FactorType::F32];
+
+    fn bytes(values: &[f32], dtype: FactorType) -> Vec<u8> {
+        match dtype {
+            FactorType::Bf16 => values.iter().flat_map(|&value| bf16::from_f32(value).to_le_bytes()).collect(),
+            FactorType::F16 => values.iter().flat_map(|&value| f16::from_f32(value).to_le_bytes()).collect(),
+            FactorType::F32 => values.iter().flat_map(|value| value.to_le_bytes()).collect(),
+        }
+    }
+
+    /// What is stored in `dtype`, read as f32.
+    fn stored(value: f32, dtype: FactorType) -> f32 {
+        match dtype {
+            FactorType::Bf16 => bf16::from_f32(value).to_f32(),
+            FactorType::F16 => f16::from_f32(value).to_f32(),
+            FactorType::F32 => value,
+        }
+    }
+
+    fn element(blob: &[u8], dtype: StorageType, index: usize) -> f32 {
+        match dtype {
+            StorageType::F32 => f32::from_ne_bytes(blob[index * 4..][..4].try_into().unwrap()),
+            StorageType::Bf16 => bf16::from_ne_bytes(blob[index * 2..][..2].try_into().unwrap()).to_f32(),
+        }
+    }
+
+    /// Element of B in its panels, by the definition of the format.
+    fn panel_element(blob: &[u8], dtype: StorageType, output: usize, r: usize, rank: usize) -> f32 {
+        let panel = &blob[output / 16 * PanelFormat::of_adapter(dtype).panel_bytes(rank)..];
+        let lane = output % 16;
+        match dtype {
+            StorageType::F32 => element(panel, dtype, r * 16 + lane),
+            StorageType::Bf16 => element(panel, dtype, r * 16 + lane % 8 * 2 + lane / 8),
+        }
+    }
+
+    #[test]
+    fn every_stored_format_is_packed_as_the_layout_says() {
+        for (rank, input, output) in [(1, 5, 3), (7, 600, 16), (8, 40, 33), (16, 64, 48), (19, 1030, 32), (64, 17, 80)]
+        {
+            let value = |index: usize| ((index * 7919 + 13) % 2003) as f32 / 1001.0 - 1.0;
+            let a: Vec<f32> = (0..rank * input).map(value).collect();
+            let b: Vec<f32> = (0..rank * output).map(|index| value(index + 5)).collect();
+            let shape =
+                |site| SiteShape { site, rank: rank as u32, input: input as u32, output: output as u32, scale: 0.5 };
+            let sites = [shape(Site::EMBED), shape(Site(6))];
+            for (level, dtype) in
+                SimdLevel::available().into_iter().flat_map(|l| [StorageType::Bf16, StorageType::F32].map(|d| (l, d)))
+            {
+                for stored_as in TYPES {
+                    let [a_bytes, b_bytes] = [&a, &b].map(|values| bytes(values, stored_as));
+                    let [stored_a, stored_b] =
+                        [&a_bytes, &b_bytes].map(|bytes| StoredFactor { dtype: stored_as, bytes });
+                    let adapter = CpuAdapter::pack_stored(level, &sites, dtype, &mut |sink| {
+                        sink(1, stored_a, stored_b)?;
+                        sink(0, stored_a, stored_b)
+                    })
+                    .unwrap();
+                    let wanted = |value: f32| match dtype {
+                        StorageType::F32 => stored(value, stored_as),
+                        StorageType::Bf16 => bf16::from_f32(stored(value, stored_as)).to_f32(),
+                    };
+                    let (embedding, linear) =
+                        (adapter.factors(Site::EMBED).unwrap(), adapter.factors(Site(6)).unwrap());
+                    for (index, &value) in a.iter().enumerate() {
+                        let (r, column) = (index / input, index % input);
+                        assert_eq!(element(linear.a, dtype, index), wanted(value), "{level} {dtype:?} {stored_as:?}");
+                        assert_eq!(element(embedding.a, dtype, column * rank + r), wanted(value));
+                    }
+                    for (index, &value) in b.iter().enumerate() {
+                        for factors in [&embedding, &linear] {
+                            let found = panel_element(factors.b, dtype, index / rank, index % rank, rank);
+                            assert_eq!(found, wanted(value), "{level} {dtype:?} {stored_as:?} {rank} {output} {index}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn each_site_is_given_once() {
+        let shape = |site| SiteShape { site, rank: 1, input: 2, output: 2, scale: 1.0 };
+        let sites = [shape(Site(5)), shape(Site(6))];
+        let factor = StoredFactor { dtype: FactorType::Bf16, bytes: &[0; 4] };
+        let pack = |order: &[usize]| {
+            CpuAdapter::pack_stored(SimdLevel::Portable, &sites, StorageType::Bf16, &mut |sink| {
+                order.iter().try_for_each(|&index| sink(index, factor, factor))
+            })
+        };
+        assert!(pack(&[1, 0]).is_ok());
+        for (order, phrase) in
+            [(&[0][..], "site `6` got no factors"), (&[0, 0], "site `5` got factors twice"), (&[2], "no site `2`")]
+        {
+            let error = pack(order).unwrap_err().to_string();
+            assert!(error.contains(phrase), "{error}");
+        }
     }
 }

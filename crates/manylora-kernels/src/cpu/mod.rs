@@ -10,6 +10,7 @@ mod argmax;
 mod attention;
 mod embed;
 mod exp;
+mod factor_measure;
 mod kernels;
 mod kv_cache;
 mod level;
@@ -31,6 +32,7 @@ mod x86;
 use std::sync::{Arc, Mutex};
 
 pub use adapter::{CpuAdapter, packed_adapter_bytes};
+pub use factor_measure::{FactorMeasure, FactorMeter};
 pub use kv_cache::{KvCache, attention_scratch_bytes, kv_block_bytes};
 pub use level::{LEVEL_VARIABLE, SimdLevel};
 pub use memory::{AlignedVec, Buffer, HeldBytes, Plain};
@@ -38,7 +40,9 @@ pub use pack::{PackedWeight, PanelFormat, packed_weight_bytes};
 pub use pool::{Pool, PoolOptions};
 pub use topology::default_threads;
 
-use crate::backend::{AdapterTable, AttentionShape, Backend, FillFactors, KvShape, LinearPart, RowSource, StorageType};
+use crate::backend::{
+    AdapterTable, AttentionShape, Backend, FactorFeed, FillFactors, KvShape, LinearPart, RowSource, StorageType,
+};
 use crate::batch::{RowAdapterPlan, StepBatch};
 use crate::error::KernelError;
 use crate::site::{Site, SiteShape};
@@ -153,7 +157,16 @@ impl Backend for CpuBackend {
         dtype: StorageType,
         fill: &mut FillFactors<'_>,
     ) -> Result<CpuAdapter, KernelError> {
-        CpuAdapter::pack(sites, dtype, fill)
+        CpuAdapter::pack(self.level, sites, dtype, fill)
+    }
+
+    fn pack_stored_adapter(
+        &self,
+        sites: &[SiteShape],
+        dtype: StorageType,
+        feed: &mut FactorFeed<'_>,
+    ) -> Result<CpuAdapter, KernelError> {
+        CpuAdapter::pack_stored(self.level, sites, dtype, feed)
     }
 
     fn embed(

@@ -1,77 +1,86 @@
 //! An adapter version's identity: a digest of what it does, not of how it is spelled.
 //!
-//! SHA-256 over a tag, the number of sites, and per site in order of its index: index, rank, columns of A, rows of B,
-//! the bits of the f32 scale, and the SHA-256 of A's and then B's values, row-major and little-endian, each factor in the
-//! first of bfloat16, float16 and float32 that holds all of its values exactly, behind the name of that format. So the same
-//! values have one digest however they were stored, under whatever key spelling, file layout, name or path; any other
-//! value, rank, scale or module gives another one; and what is hashed is mostly the file's own bytes. Keys of the
-//! configuration that do not change the result do not enter.
+//! BLAKE3 over a tag, the number of sites, and per site in order of its index: index, rank, columns of A, rows of B,
+//! the bits of the f32 scale, and [`factors_digest`]: BLAKE3 over A's and then B's format and the BLAKE3 of its values,
+//! row-major and little-endian in that format, which is the first of bfloat16, float16 and float32 that holds all of them
+//! exactly. So the same values have one digest however they were stored, under whatever key spelling, file layout, name or
+//! path; any other value, rank, scale or module gives another one; and what is hashed is mostly the file's own bytes. Keys
+//! of the configuration that do not change the result do not enter.
 
+use blake3::Hasher;
 use half::{bf16, f16};
-use manylora_kernels::SiteShape;
-use safetensors::Dtype;
-use sha2::{Digest, Sha256};
+use manylora_kernels::{FactorType, SiteShape, StoredFactor};
 
-const TAG: &[u8] = b"manylora adapter 2\n";
+const TAG: &[u8] = b"manylora adapter 3\n";
 
-/// A factor's bytes as a file has them, little-endian.
-#[derive(Clone, Copy, Debug)]
-pub struct Stored<'a> {
-    /// Their format.
-    pub dtype: Dtype,
-    /// The bytes.
-    pub bytes: &'a [u8],
-}
+/// Values that are widened at a time.
+const BLOCK: usize = 4096;
 
-/// Digest of one site's factors A and B: values, and the bytes that they were read from.
-pub fn factors_digest(a: (&[f32], Stored<'_>), b: (&[f32], Stored<'_>)) -> [u8; 32] {
-    let mut hasher = Sha256::new();
-    for (values, stored) in [a, b] {
-        let format = narrowest(values, stored.dtype);
+/// Digest of one site's factors A and B.
+pub fn factors_digest(a: StoredFactor<'_>, b: StoredFactor<'_>) -> [u8; 32] {
+    let mut hasher = Hasher::new();
+    for stored in [a, b] {
+        let format = narrowest(stored);
         hasher.update(match format {
-            Dtype::BF16 => b"BF16",
-            Dtype::F16 => b"F16 ",
-            _ => b"F32 ",
+            FactorType::Bf16 => b"BF16",
+            FactorType::F16 => b"F16 ",
+            FactorType::F32 => b"F32 ",
         });
-        if format == stored.dtype {
-            hasher.update(stored.bytes);
-            continue;
-        }
-        let mut block = Vec::with_capacity(4096);
-        for chunk in values.chunks(1024) {
-            block.clear();
-            match format {
-                Dtype::BF16 => block.extend(chunk.iter().flat_map(|&value| bf16::from_f32(value).to_le_bytes())),
-                Dtype::F16 => block.extend(chunk.iter().flat_map(|&value| f16::from_f32(value).to_le_bytes())),
-                _ => block.extend(chunk.iter().flat_map(|value| value.to_le_bytes())),
-            }
-            hasher.update(&block);
-        }
+        let values = if format == stored.dtype { blake3::hash(stored.bytes) } else { converted(stored, format) };
+        hasher.update(values.as_bytes());
     }
     hasher.finalize().into()
 }
 
-/// The first of bfloat16, float16 and float32 that holds all values exactly; `stored` is one that does.
-fn narrowest(values: &[f32], stored: Dtype) -> Dtype {
+/// Hash of the values in another format, which holds all of them exactly.
+fn converted(stored: StoredFactor<'_>, format: FactorType) -> blake3::Hash {
+    let mut hasher = Hasher::new();
+    let mut bytes = Vec::with_capacity(BLOCK * format.bytes());
+    for_each_block(stored, |values| {
+        bytes.clear();
+        match format {
+            FactorType::Bf16 => bytes.extend(values.iter().flat_map(|&value| bf16::from_f32(value).to_le_bytes())),
+            FactorType::F16 => bytes.extend(values.iter().flat_map(|&value| f16::from_f32(value).to_le_bytes())),
+            FactorType::F32 => bytes.extend(values.iter().flat_map(|value| value.to_le_bytes())),
+        }
+        hasher.update(&bytes);
+        true
+    });
+    hasher.finalize()
+}
+
+/// The first of bfloat16, float16 and float32 that holds all values exactly.
+fn narrowest(stored: StoredFactor<'_>) -> FactorType {
     let is_bf16 = |value: &f32| value.to_bits().trailing_zeros() >= 16;
     let is_f16 = |value: &f32| f16::from_f32(*value).to_f32().to_bits() == value.to_bits();
-    if stored == Dtype::BF16 || values.iter().all(is_bf16) {
-        Dtype::BF16
-    } else if stored == Dtype::F16 || values.iter().all(is_f16) {
-        Dtype::F16
+    if stored.dtype == FactorType::Bf16 || for_each_block(stored, |values| values.iter().all(is_bf16)) {
+        FactorType::Bf16
+    } else if stored.dtype == FactorType::F16 || for_each_block(stored, |values| values.iter().all(is_f16)) {
+        FactorType::F16
     } else {
-        Dtype::F32
+        FactorType::F32
     }
+}
+
+/// Calls `see` with the values, block by block, until it is false; whether it never was.
+fn for_each_block(stored: StoredFactor<'_>, mut see: impl FnMut(&[f32]) -> bool) -> bool {
+    let mut values = vec![0.0; BLOCK.min(stored.len())];
+    (0..stored.len()).step_by(BLOCK).all(|first| {
+        let part = stored.part(first..(first + BLOCK).min(stored.len()));
+        let values = &mut values[..part.len()];
+        part.widen(values);
+        see(values)
+    })
 }
 
 /// Digest of an adapter: its sites, sorted by index, and the digests of their factors.
 pub fn adapter_digest(sites: &[SiteShape], factors: &[[u8; 32]]) -> [u8; 32] {
-    let mut hasher = Sha256::new();
+    let mut hasher = Hasher::new();
     hasher.update(TAG);
-    hasher.update((sites.len() as u64).to_le_bytes());
+    hasher.update(&(sites.len() as u64).to_le_bytes());
     for (shape, factors) in sites.iter().zip(factors) {
         for number in [shape.site.0, shape.rank, shape.input, shape.output, shape.scale.to_bits()] {
-            hasher.update(number.to_le_bytes());
+            hasher.update(&number.to_le_bytes());
         }
         hasher.update(factors);
     }
@@ -90,39 +99,38 @@ pub fn hex(digest: &[u8; 32]) -> String {
 #[cfg(test)]
 mod tests {
     use half::{bf16, f16};
-    use safetensors::Dtype;
+    use manylora_kernels::{FactorType, StoredFactor};
 
-    use super::{Stored, factors_digest};
+    use super::factors_digest;
 
-    fn bytes(values: &[f32], dtype: Dtype) -> Vec<u8> {
+    fn bytes(values: &[f32], dtype: FactorType) -> Vec<u8> {
         match dtype {
-            Dtype::BF16 => values.iter().flat_map(|&value| bf16::from_f32(value).to_le_bytes()).collect(),
-            Dtype::F16 => values.iter().flat_map(|&value| f16::from_f32(value).to_le_bytes()).collect(),
-            _ => values.iter().flat_map(|value| value.to_le_bytes()).collect(),
+            FactorType::Bf16 => values.iter().flat_map(|&value| bf16::from_f32(value).to_le_bytes()).collect(),
+            FactorType::F16 => values.iter().flat_map(|&value| f16::from_f32(value).to_le_bytes()).collect(),
+            FactorType::F32 => values.iter().flat_map(|value| value.to_le_bytes()).collect(),
         }
     }
 
-    fn digest(values: &[f32], dtype: Dtype) -> [u8; 32] {
-        let bytes = bytes(values, dtype);
-        let stored = Stored { dtype, bytes: &bytes };
-        factors_digest((values, stored), (&values[1..], Stored { dtype, bytes: &bytes[bytes.len() / values.len()..] }))
+    fn digest(values: &[f32], dtype: FactorType) -> [u8; 32] {
+        let (a, b) = (bytes(values, dtype), bytes(&values[1..], dtype));
+        factors_digest(StoredFactor { dtype, bytes: &a }, StoredFactor { dtype, bytes: &b })
     }
 
     #[test]
     fn the_same_values_have_one_digest_however_they_are_stored() {
-        let both: Vec<f32> = (0..3000).map(|index| (index % 255) as f32 / 64.0 - 2.0).collect();
-        let of_both = digest(&both, Dtype::F32);
-        assert_eq!(of_both, digest(&both, Dtype::BF16));
-        assert_eq!(of_both, digest(&both, Dtype::F16));
+        let both: Vec<f32> = (0..9000).map(|index| (index % 255) as f32 / 64.0 - 2.0).collect();
+        let of_both = digest(&both, FactorType::F32);
+        assert_eq!(of_both, digest(&both, FactorType::Bf16));
+        assert_eq!(of_both, digest(&both, FactorType::F16));
         // More digits than bfloat16 has, and more than float16 has.
         let half: Vec<f32> =
             both.iter().map(|value| value + 1.0 / 512.0).map(|value| f16::from_f32(value).to_f32()).collect();
-        let of_half = digest(&half, Dtype::F32);
-        assert_eq!(of_half, digest(&half, Dtype::F16));
+        let of_half = digest(&half, FactorType::F32);
+        assert_eq!(of_half, digest(&half, FactorType::F16));
         let single: Vec<f32> = both.iter().map(|value| value * 1.000_001).collect();
         let wide = [3e38_f32.to_bits() & 0xFFFF_0000, 0x8000_0000].map(f32::from_bits);
-        assert_eq!(digest(&wide, Dtype::F32), digest(&wide, Dtype::BF16), "a minus before zero counts");
-        let different = [of_both, of_half, digest(&single, Dtype::F32), digest(&wide, Dtype::F32)];
+        assert_eq!(digest(&wide, FactorType::F32), digest(&wide, FactorType::Bf16), "a minus before zero counts");
+        let different = [of_both, of_half, digest(&single, FactorType::F32), digest(&wide, FactorType::F32)];
         for (index, one) in different.iter().enumerate() {
             assert!(different[..index].iter().all(|other| other != one));
         }

@@ -1,22 +1,24 @@
 //! [`inspect`]: configuration and tensor header of a folder, without reading a tensor; and the way on from there.
 
 use std::fs::File;
-use std::io::{Cursor, Read, Seek, SeekFrom};
+use std::io::{self, Cursor, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
-use manylora_kernels::SiteShape;
+use manylora_kernels::{KernelError, SiteShape};
 
 use super::base_name::{self, BaseMatch};
 use super::config::AdapterConfig;
+use super::factors::TensorBytes;
 use super::fault::Fault;
 use super::folder::Folder;
 use super::matching::{Matched, match_tensors};
 use super::policy::AdapterPolicy;
-use super::prepared::{Parts, PreparedAdapter, TensorBytes, prepare};
+use super::prepared::{Parts, PreparedAdapter, must_tie, prepare, prepare_into};
 use super::report::LoadReport;
 use super::tensor_file::{TensorEntry, read_header};
 use super::tokenizer_ids;
-use crate::error::AdapterRefusal;
+use crate::error::{AdapterRefusal, ModelError};
+use crate::runner::{AdapterPacker, PackedHandle};
 
 const CONFIG: &str = "adapter_config.json";
 const TENSORS: &str = "adapter_model.safetensors";
@@ -31,6 +33,17 @@ pub struct AdapterHeader {
     policy: AdapterPolicy,
     sites: Vec<SiteShape>,
     report: LoadReport,
+}
+
+/// An adapter that was read, checked and packed in one pass.
+#[derive(Clone, Debug)]
+pub struct LoadedContent {
+    /// Content digest: the adapter version's identity.
+    pub digest: [u8; 32],
+    /// What is applied and what is not.
+    pub report: LoadReport,
+    /// The packed factors.
+    pub packed: PackedHandle,
 }
 
 /// Looks at an adapter's configuration and tensor header, and at no tensor. Everything that can be known without the
@@ -74,13 +87,53 @@ impl AdapterHeader {
         }
     }
 
-    fn read_parts(&self, report: &mut LoadReport) -> Result<Parts, Fault> {
-        let Checked { config, matched, tensors, file } = check(&self.path, &self.policy, report)?;
-        if matched.sites.iter().map(|site| site.shape).ne(self.sites.iter().copied()) {
+    /// Reads, checks and packs all values in one pass, under the same rules as [`Self::read`]; what was read is packed
+    /// while it is in the cache, and no more of the file than that is held.
+    ///
+    /// # Errors
+    /// A refusal as [`ModelError::Adapter`], or what the packer says.
+    pub fn load(&self, packer: &dyn AdapterPacker) -> Result<LoadedContent, ModelError> {
+        let mut report = LoadReport::new(&self.report.adapter, &self.report.path);
+        let mut checked = match self.check_again(&mut report) {
+            Ok(checked) => checked,
+            Err(fault) => return Err(fault.into_refusal(report).into()),
+        };
+        if must_tie(&checked.config, &self.policy) {
+            let adapter = self.read()?;
+            let packed = packer.pack(&adapter)?;
+            return Ok(LoadedContent { digest: adapter.digest, report: adapter.report, packed });
+        }
+        let mut outcome = None;
+        let packed = packer.pack_stored(&self.sites, &mut |sink| {
+            let Checked { matched, tensors, file, .. } = &mut checked;
+            let result = prepare_into(sink, matched, tensors, &mut FileBytes(file), &self.policy, &mut report);
+            let refused = result.is_err();
+            outcome = Some(result);
+            if refused { Err(KernelError::Source("the adapter was refused".to_owned())) } else { Ok(()) }
+        });
+        match outcome {
+            Some(Err(fault)) => Err(fault.into_refusal(report).into()),
+            Some(Ok(digest)) => Ok(LoadedContent { digest, report, packed: packed? }),
+            None => match packed {
+                Err(error) => Err(error),
+                Ok(_) => Err(KernelError::Source("an adapter was packed without its factors".to_owned()).into()),
+            },
+        }
+    }
+
+    /// Looks at the folder afresh.
+    fn check_again(&self, report: &mut LoadReport) -> Result<Checked, Fault> {
+        let checked = check(&self.path, &self.policy, report)?;
+        if checked.matched.sites.iter().map(|site| site.shape).ne(self.sites.iter().copied()) {
             return Err(Fault::invalid(
                 "its modules, ranks or scales changed on disk since it was registered; load it again",
             ));
         }
+        Ok(checked)
+    }
+
+    fn read_parts(&self, report: &mut LoadReport) -> Result<Parts, Fault> {
+        let Checked { config, matched, tensors, file } = self.check_again(report)?;
         prepare(&config, &matched, &tensors, &mut FileBytes(file), &self.policy, report)
     }
 }
@@ -191,11 +244,34 @@ pub(super) fn check_base_name(
 
 struct FileBytes<F>(F);
 
+impl<F: Read + Seek> FileBytes<F> {
+    fn fill(&mut self, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        self.0.seek(SeekFrom::Start(offset))?;
+        self.0.read_exact(out)
+    }
+}
+
 impl<F: Read + Seek> TensorBytes for FileBytes<F> {
     fn read(&mut self, tensor: &TensorEntry, first: u64, out: &mut [u8]) -> Result<(), Fault> {
-        self.0
-            .seek(SeekFrom::Start(tensor.offset + first))
-            .and_then(|_| self.0.read_exact(out))
+        self.fill(tensor.offset + first, out)
             .map_err(|error| Fault::invalid(format!("`{}` could not be read: {error}", tensor.name)).key(&tensor.name))
+    }
+
+    fn read_all(&mut self, tensors: &[&TensorEntry], out: &mut [u8]) -> Result<(), Fault> {
+        let mut rest = out;
+        for run in tensors.chunk_by(|one, next| one.offset + one.bytes as u64 == next.offset) {
+            let (content, after) = rest.split_at_mut(run.iter().map(|tensor| tensor.bytes).sum());
+            if self.fill(run[0].offset, content).is_err() {
+                // One by one, to name the tensor that cannot be read.
+                let mut content = content;
+                for tensor in run {
+                    let (one, others) = content.split_at_mut(tensor.bytes);
+                    self.read(tensor, 0, one)?;
+                    content = others;
+                }
+            }
+            rest = after;
+        }
+        Ok(())
     }
 }

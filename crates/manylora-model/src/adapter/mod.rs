@@ -4,14 +4,14 @@
 //! engine does not do. Everything that can make it be applied in part, or not at all, is found here, before a single
 //! request can name it. Reading order: [`policy`] (what it is checked against), [`config`] and [`scaling`] (what
 //! `adapter_config.json` says), [`names`] and [`modules`] (which tensor belongs where), [`matching`] (the two put
-//! together), [`folder`] and [`tensor_file`] (reading untrusted files), [`header`] and [`prepared`] (the results),
+//! together), [`folder`] and [`tensor_file`] (reading untrusted files), [`factors`], [`header`] and [`prepared`] (the results),
 //! [`report`], [`digest`] and [`combinations`].
 //!
 //! An adapter may also be given in memory: [`PreparedAdapter::from_tensors`], with `candle_tensors` of the feature
 //! `candle` for those who have them as candle tensors.
 //!
 //! [`inspect`] looks at the configuration and the tensor header only; [`AdapterHeader::read`] then reads and checks
-//! every value. Files are read, never mapped: whoever overwrites or truncates an adapter file in place cannot take
+//! every value, and [`AdapterHeader::load`] packs them in the same pass. Files are read, never mapped: whoever overwrites or truncates an adapter file in place cannot take
 //! the process down, and what was checked is what is used.
 
 pub mod base_name;
@@ -21,6 +21,7 @@ pub mod combinations;
 pub mod config;
 pub mod digest;
 mod effect;
+mod factors;
 mod fault;
 mod features;
 mod folder;
@@ -38,7 +39,7 @@ mod tokenizer_ids;
 #[cfg(feature = "candle")]
 pub use candle::candle_tensors;
 pub use combinations::{AdapterFeature, EngineFeature, Verdict};
-pub use header::{AdapterHeader, inspect};
+pub use header::{AdapterHeader, LoadedContent, inspect};
 pub use policy::{AdapterPolicy, BaseTensors, MAX_RANK, NoBaseTensors};
 pub use prepared::{MemoryTensor, PreparedAdapter};
 pub use report::{LoadReport, ModuleReport};

@@ -2,16 +2,16 @@
 
 use std::collections::BTreeMap;
 
-use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
-use manylora_kernels::{RowSource, Site, SiteShape, StorageType};
-use rayon::prelude::*;
+use manylora_kernels::cpu::{FactorMeter, SimdLevel};
+use manylora_kernels::{FactorSink, KernelError, RowSource, Site, SiteShape, StorageType, StoredFactor};
 use safetensors::Dtype;
 use serde_json::Value;
 
 use super::config::AdapterConfig;
-use super::digest::{Stored, adapter_digest, factors_digest, hex};
+use super::digest::{adapter_digest, factors_digest, hex};
 use super::effect::product_norm;
+use super::factors::{Factors, TensorBytes, factor_type, stream, widen};
 use super::fault::Fault;
 use super::header::check_base_name;
 use super::matching::{BaseCopy, Matched, MatchedSite, match_tensors};
@@ -37,19 +37,6 @@ pub struct MemoryTensor {
     pub bytes: Vec<u8>,
 }
 
-/// Where the bytes of an adapter's tensors come from.
-pub(super) trait TensorBytes {
-    /// Fills `out` with the bytes of `tensor` from `first` on.
-    fn read(&mut self, tensor: &TensorEntry, first: u64, out: &mut [u8]) -> Result<(), Fault>;
-}
-
-/// A factor as it is stored.
-#[derive(Clone)]
-struct Factor {
-    dtype: Dtype,
-    bytes: Vec<u8>,
-}
-
 /// An adapter whose configuration, shapes and values were checked. It owns its factors as the file stores them.
 #[derive(Clone)]
 pub struct PreparedAdapter {
@@ -59,7 +46,7 @@ pub struct PreparedAdapter {
     pub digest: [u8; 32],
     /// What is applied and what is not.
     pub report: LoadReport,
-    factors: Vec<(Factor, Factor)>,
+    factors: Factors,
 }
 
 impl std::fmt::Debug for PreparedAdapter {
@@ -76,18 +63,23 @@ impl PreparedAdapter {
     /// Writes the factors of `sites[index]` as f32, row-major: A `[rank, input]`, B `[output, rank]`. The vectors are
     /// resized.
     pub fn fill(&self, index: usize, a: &mut Vec<f32>, b: &mut Vec<f32>) -> Result<(), AdapterRefusal> {
-        let Some((factor_a, factor_b)) = self.factors.get(index) else {
+        let Some((stored_a, stored_b)) = self.factors.site(index) else {
             let reason = format!("site number `{index}` was asked for and it has {} sites", self.factors.len());
             return Err(Fault::invalid(reason).into_refusal(self.report.clone()));
         };
-        decode(factor_a.dtype, &factor_a.bytes, a);
-        decode(factor_b.dtype, &factor_b.bytes, b);
+        widen(stored_a, a);
+        widen(stored_b, b);
         Ok(())
+    }
+
+    /// Gives the factors of every site, as they are stored, to whoever packs them.
+    pub fn feed(&self, sink: &mut FactorSink<'_>) -> Result<(), KernelError> {
+        self.factors.iter().enumerate().try_for_each(|(index, (a, b))| sink(index, a, b))
     }
 
     /// Bytes that this value holds on the host.
     pub fn host_bytes(&self) -> usize {
-        self.factors.iter().map(|(a, b)| a.bytes.len() + b.bytes.len()).sum()
+        self.factors.bytes()
     }
 
     /// An adapter from memory, checked as one from a folder is. `config` is what `adapter_config.json` would say.
@@ -150,7 +142,7 @@ fn memory_entries(tensors: &BTreeMap<String, MemoryTensor>) -> Result<(Vec<Tenso
 pub(super) struct Parts {
     sites: Vec<SiteShape>,
     digest: [u8; 32],
-    factors: Vec<(Factor, Factor)>,
+    factors: Factors,
 }
 
 impl Parts {
@@ -169,91 +161,131 @@ pub(super) fn prepare(
     policy: &AdapterPolicy,
     report: &mut LoadReport,
 ) -> Result<Parts, Fault> {
+    compare_copies(matched, tensors, bytes, policy, report)?;
+    let mut examiner = Examiner::new(matched, tensors, policy);
+    let factors = Factors::read(&matched.sites, tensors, bytes, &mut |index, a, b| examiner.examine(index, a, b))?;
+    if must_tie(config, policy) {
+        check_transposed(&matched.sites, &factors)?;
+    }
+    let digest = examiner.finish(report);
+    Ok(Parts { sites: matched.sites.iter().map(|site| site.shape).collect(), digest, factors })
+}
+
+/// As [`prepare`], but the factors go to `sink` one site after the other and are not kept; returns their digest.
+pub(super) fn prepare_into(
+    sink: &mut FactorSink<'_>,
+    matched: &Matched,
+    tensors: &[TensorEntry],
+    bytes: &mut dyn TensorBytes,
+    policy: &AdapterPolicy,
+    report: &mut LoadReport,
+) -> Result<[u8; 32], Fault> {
+    compare_copies(matched, tensors, bytes, policy, report)?;
+    let mut examiner = Examiner::new(matched, tensors, policy);
+    stream(&matched.sites, tensors, bytes, &mut |index, a, b| {
+        examiner.examine(index, a, b)?;
+        sink(index, a, b).map_err(|error| Fault::invalid(error.to_string()))
+    })?;
+    Ok(examiner.finish(report))
+}
+
+/// Whether the factors of the head and of the embedding must be looked at side by side.
+pub(super) fn must_tie(config: &AdapterConfig, policy: &AdapterPolicy) -> bool {
+    config.ties_head_to_embedding && policy.spec.tied
+}
+
+fn compare_copies(
+    matched: &Matched,
+    tensors: &[TensorEntry],
+    bytes: &mut dyn TensorBytes,
+    policy: &AdapterPolicy,
+    report: &mut LoadReport,
+) -> Result<(), Fault> {
     for copy in &matched.copies {
         compare_with_base(copy, &tensors[copy.tensor], bytes, policy)?;
         let reason = format!("a copy of the base's `{}`, identical to it", copy.module);
         report.ignored.insert(tensors[copy.tensor].name.clone(), reason);
     }
-    let mut read_factor = |tensor: usize| {
-        let entry = &tensors[tensor];
-        let mut content = vec![0_u8; entry.bytes];
-        bytes.read(entry, 0, &mut content)?;
-        Ok(Factor { dtype: entry.dtype, bytes: content })
-    };
-    let factors = matched
-        .sites
-        .iter()
-        .map(|site| Ok((read_factor(site.a)?, read_factor(site.b)?)))
-        .collect::<Result<Vec<_>, Fault>>()?;
-    if config.ties_head_to_embedding && policy.spec.tied {
-        check_transposed(&matched.sites, &factors)?;
-    }
+    Ok(())
+}
 
-    let examined = matched
-        .sites
-        .par_iter()
-        .zip(&factors)
-        .map_init(Default::default, |decoded, (site, factors)| examine(site, factors, tensors, policy, decoded))
-        .collect::<Vec<Result<Examined, Fault>>>();
-    let mut digests = Vec::with_capacity(examined.len());
-    let mut moves = false;
-    for (site, examined) in matched.sites.iter().zip(examined) {
-        let Examined { digest, effect } = examined?;
-        digests.push(digest);
-        moves |= effect > 0.0;
-        if let Some(module) = report.modules.get_mut(&site.module) {
-            module.effect = Some(effect);
+/// Checks, measures and hashes the values of sites, one after the other in the same memory. It does so on this thread
+/// alone: adapters are loaded while others are served, who need the other cores.
+struct Examiner<'p> {
+    sites: &'p [MatchedSite],
+    tensors: &'p [TensorEntry],
+    policy: &'p AdapterPolicy,
+    /// Largest magnitude that surely fits.
+    most: f32,
+    meter: FactorMeter,
+    /// Factors that need a second look.
+    widened: (Vec<f32>, Vec<f32>),
+    /// By position of the site: `||scale B A||_F` and the digest of the factors.
+    found: Vec<(f64, [u8; 32])>,
+}
+
+impl<'p> Examiner<'p> {
+    fn new(matched: &'p Matched, tensors: &'p [TensorEntry], policy: &'p AdapterPolicy) -> Self {
+        let most = match (policy.check_fp16_range, policy.dtype) {
+            (true, _) => FP16_MAX,
+            (false, StorageType::Bf16) => bf16::MAX.to_f32(),
+            (false, StorageType::F32) => f32::MAX,
+        };
+        // A level that does not exist is the engine's to refuse.
+        let level = SimdLevel::from_environment().unwrap_or_else(|_| SimdLevel::detect());
+        Self {
+            sites: &matched.sites,
+            tensors,
+            policy,
+            most,
+            meter: FactorMeter::new(level),
+            widened: Default::default(),
+            found: vec![(0.0, [0; 32]); matched.sites.len()],
         }
     }
-    if !moves {
-        report.warnings.push("it has no effect: scale x B A is zero in every module".to_owned());
+
+    fn examine(&mut self, index: usize, a: StoredFactor<'_>, b: StoredFactor<'_>) -> Result<(), Fault> {
+        let site = &self.sites[index];
+        let rank = site.shape.rank as usize;
+        let measure = self.meter.measure(a, b, rank);
+        let (wide_a, wide_b) = &mut self.widened;
+        for (tensor, stored, largest, wide) in
+            [(site.a, a, measure.largest_a, &mut *wide_a), (site.b, b, measure.largest_b, &mut *wide_b)]
+        {
+            if largest.is_nan() || largest > self.most {
+                widen(stored, wide);
+                check_values(&self.tensors[tensor].name, wide, self.policy)?;
+            }
+        }
+        let norm = measure.product_norm.unwrap_or_else(|| {
+            widen(a, wide_a);
+            widen(b, wide_b);
+            product_norm(wide_a, wide_b, rank)
+        });
+        self.found[index] = (norm * f64::from(site.shape.scale).abs(), factors_digest(a, b));
+        Ok(())
     }
-    let sites: Vec<SiteShape> = matched.sites.iter().map(|site| site.shape).collect();
-    let digest = adapter_digest(&sites, &digests);
-    report.version = Some(hex(&digest));
-    Ok(Parts { sites, digest, factors })
-}
 
-struct Examined {
-    digest: [u8; 32],
-    effect: f64,
-}
-
-/// Checks the values of one site and measures them. `decoded` is memory that is used again for every site.
-fn examine(
-    site: &MatchedSite,
-    factors: &(Factor, Factor),
-    tensors: &[TensorEntry],
-    policy: &AdapterPolicy,
-    decoded: &mut (Vec<f32>, Vec<f32>),
-) -> Result<Examined, Fault> {
-    let (a, b) = decoded;
-    decode(factors.0.dtype, &factors.0.bytes, a);
-    decode(factors.1.dtype, &factors.1.bytes, b);
-    check_values(&tensors[site.a].name, a, policy)?;
-    check_values(&tensors[site.b].name, b, policy)?;
-    let norm = product_norm(a, b, site.shape.rank as usize);
-    let stored = |factor| {
-        let Factor { dtype, bytes }: &Factor = factor;
-        Stored { dtype: *dtype, bytes }
-    };
-    let digest = factors_digest((a, stored(&factors.0)), (b, stored(&factors.1)));
-    Ok(Examined { digest, effect: norm * f64::from(site.shape.scale).abs() })
+    /// Completes the report and returns the adapter's digest.
+    fn finish(self, report: &mut LoadReport) -> [u8; 32] {
+        for (site, (effect, _)) in self.sites.iter().zip(&self.found) {
+            if let Some(module) = report.modules.get_mut(&site.module) {
+                module.effect = Some(*effect);
+            }
+        }
+        if self.found.iter().all(|(effect, _)| *effect <= 0.0) {
+            report.warnings.push("it has no effect: scale x B A is zero in every module".to_owned());
+        }
+        let shapes: Vec<SiteShape> = self.sites.iter().map(|site| site.shape).collect();
+        let digests: Vec<[u8; 32]> = self.found.iter().map(|(_, digest)| *digest).collect();
+        let digest = adapter_digest(&shapes, &digests);
+        report.version = Some(hex(&digest));
+        digest
+    }
 }
 
 /// Refuses values that are not numbers or do not fit the format they will be computed in.
 fn check_values(key: &str, values: &[f32], policy: &AdapterPolicy) -> Result<(), Fault> {
-    // The bits of magnitudes are in the order of magnitudes, infinities and NaN above all numbers: the common case is
-    // one maximum.
-    let largest = values.iter().fold(0, |largest: u32, value| largest.max(value.abs().to_bits()));
-    let most = match (policy.check_fp16_range, policy.dtype) {
-        (true, _) => FP16_MAX,
-        (false, StorageType::Bf16) => bf16::MAX.to_f32(),
-        (false, StorageType::F32) => f32::MAX,
-    };
-    if largest <= most.to_bits() {
-        return Ok(());
-    }
     let fits = |value: f32| {
         value.is_finite()
             && !(policy.check_fp16_range && value.abs() > FP16_MAX)
@@ -274,14 +306,17 @@ fn check_values(key: &str, values: &[f32], policy: &AdapterPolicy) -> Result<(),
 }
 
 /// A tied head's delta must be the transpose of the embedding's.
-fn check_transposed(sites: &[MatchedSite], factors: &[(Factor, Factor)]) -> Result<(), Fault> {
+fn check_transposed(sites: &[MatchedSite], factors: &Factors) -> Result<(), Fault> {
     let find = |wanted: Site| sites.iter().position(|site| site.shape.site == wanted);
     let (Some(embedding), Some(head)) = (find(Site::EMBED), find(Site::HEAD)) else {
         return Ok(());
     };
-    let values = |factor: &Factor| {
+    let (Some(embedding_factors), Some(head_factors)) = (factors.site(embedding), factors.site(head)) else {
+        return Ok(());
+    };
+    let values = |stored: StoredFactor<'_>| {
         let mut values = Vec::new();
-        decode(factor.dtype, &factor.bytes, &mut values);
+        widen(stored, &mut values);
         values
     };
     let rank = sites[head].shape.rank as usize;
@@ -291,8 +326,8 @@ fn check_transposed(sites: &[MatchedSite], factors: &[(Factor, Factor)]) -> Resu
             && (0..rank).all(|row| (0..columns).all(|column| wide[row * columns + column] == tall[column * rank + row]))
     };
     let tied = sites[embedding].shape.rank == sites[head].shape.rank
-        && transposes(&values(&factors[head].0), &values(&factors[embedding].1))
-        && transposes(&values(&factors[embedding].0), &values(&factors[head].1));
+        && transposes(&values(head_factors.0), &values(embedding_factors.1))
+        && transposes(&values(embedding_factors.0), &values(head_factors.1));
     if tied {
         return Ok(());
     }
@@ -300,34 +335,6 @@ fn check_transposed(sites: &[MatchedSite], factors: &[(Factor, Factor)]) -> Resu
         "`ensure_weight_tying` is set and the factors of `lm_head` are not the transposes of those of `embed_tokens`",
     )
     .key("ensure_weight_tying"))
-}
-
-/// Bytes of a little-endian element.
-fn element_bytes(dtype: Dtype) -> usize {
-    if dtype == Dtype::F32 { 4 } else { 2 }
-}
-
-/// Widens to f32, exactly. The dtype is one of those that [`match_tensors`] lets through.
-fn decode(dtype: Dtype, bytes: &[u8], out: &mut Vec<f32>) {
-    out.clear();
-    match dtype {
-        Dtype::BF16 => {
-            // The upper half of an f32; written so that it becomes vector code.
-            let widen = |pair: &[u8]| f32::from_bits(u32::from(u16::from_le_bytes([pair[0], pair[1]])) << 16);
-            out.extend(bytes.chunks_exact(2).map(widen));
-        }
-        Dtype::F16 => {
-            out.resize(bytes.len() / 2, 0.0);
-            let mut block = [f16::ZERO; 64];
-            for (out, bytes) in out.chunks_mut(64).zip(bytes.chunks(128)) {
-                for (value, pair) in block.iter_mut().zip(bytes.chunks_exact(2)) {
-                    *value = f16::from_le_bytes([pair[0], pair[1]]);
-                }
-                block[..out.len()].convert_to_f32_slice(out);
-            }
-        }
-        _ => out.extend(bytes.chunks_exact(4).map(|four| f32::from_le_bytes([four[0], four[1], four[2], four[3]]))),
-    }
 }
 
 /// A copy of a base matrix may only be left out when it is the base's own.
@@ -351,14 +358,15 @@ fn compare_with_base(
         "bfloat16" => Dtype::BF16,
         _ => Dtype::F32,
     };
-    let width = columns * element_bytes(tensor.dtype);
+    let dtype = factor_type(tensor.dtype);
+    let width = columns * dtype.bytes();
     let (mut stored, mut values) = (Vec::new(), Vec::new());
     let mut base = Vec::new();
     for first in (0..rows).step_by(COMPARED_ROWS) {
         let count = COMPARED_ROWS.min(rows - first);
         stored.resize(count * width, 0);
         bytes.read(tensor, (first * width) as u64, &mut stored)?;
-        decode(tensor.dtype, &stored, &mut values);
+        widen(StoredFactor { dtype, bytes: &stored }, &mut values);
         base.resize(count * columns, 0.0);
         matrix
             .read(first, &mut base)

@@ -16,9 +16,7 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use manylora_kernels::{KernelError, RowSource};
-use rayon::prelude::*;
 use serde_json::Value;
-use sha2::{Digest, Sha256};
 
 use crate::error::ModelError;
 use crate::spec::{self, ModelSpec};
@@ -52,7 +50,7 @@ pub trait TensorStore: Send + Sync {
 
     /// Feeds everything that tells two checkpoints apart: every tensor's name, storage type, shape and [`content_digest`],
     /// in the order of the names. Tensors that were not read yet are read for it.
-    fn digest_into(&self, hasher: &mut Sha256);
+    fn digest_into(&self, hasher: &mut blake3::Hasher);
 }
 
 /// Where the tokenizer of a checkpoint is.
@@ -265,7 +263,7 @@ impl Checkpoint {
         self.store.discard(name);
     }
 
-    /// Digest of the base (SHA-256): the specification (as JSON) and, in the order of names, every tensor's name, storage
+    /// Digest of the base (BLAKE3): the specification (as JSON) and, in the order of names, every tensor's name, storage
     /// type, shape and [`content_digest`]. Files and their names do not enter, nor does what is computed from the stored
     /// bytes: a GGUF, AWQ, GPTQ or compressed-tensors base has the digest of its quantized words (and of the scheme that
     /// gives them their meaning), so the same weights stored in another format are another base.
@@ -273,8 +271,8 @@ impl Checkpoint {
     /// Computed on first use. Tensors that [`Self::discard`] was called for have been hashed; any others are read now.
     pub fn digest(&self) -> [u8; 32] {
         *self.digest.get_or_init(|| {
-            let mut hasher = Sha256::new();
-            hasher.update(b"manylora base 2\0");
+            let mut hasher = blake3::Hasher::new();
+            hasher.update(b"manylora base 3\0");
             hash_field(&mut hasher, &serde_json::to_vec(&self.spec).unwrap_or_default());
             self.store.digest_into(&mut hasher);
             hasher.finalize().into()
@@ -288,26 +286,21 @@ impl Checkpoint {
 }
 
 /// Feeds a length-prefixed field, so that neighbouring fields cannot run into each other.
-pub(crate) fn hash_field(hasher: &mut Sha256, bytes: &[u8]) {
-    hasher.update((bytes.len() as u64).to_le_bytes());
+pub(crate) fn hash_field(hasher: &mut blake3::Hasher, bytes: &[u8]) {
+    hasher.update(&(bytes.len() as u64).to_le_bytes());
     hasher.update(bytes);
 }
 
-/// Bytes of one piece of a tensor; pieces are hashed on all loading threads.
-const PIECE_BYTES: usize = 1 << 20;
+/// Tensors from this size on are hashed on all loading threads.
+const PARALLEL_FROM: usize = 1 << 20;
 
-/// Digest of a tensor's stored bytes, every one of them: SHA-256 of their number and of the SHA-256 of each piece of
-/// 1 MiB, in order.
+/// Digest of a tensor's stored bytes, every one of them: their BLAKE3.
 pub fn content_digest(bytes: &[u8]) -> [u8; 32] {
-    let mut hasher = Sha256::new();
-    hasher.update((bytes.len() as u64).to_le_bytes());
-    if bytes.len() <= PIECE_BYTES {
-        hasher.update(Sha256::digest(bytes));
+    let mut hasher = blake3::Hasher::new();
+    if bytes.len() < PARALLEL_FROM {
+        hasher.update(bytes);
     } else {
-        let pieces: Vec<[u8; 32]> = bytes.par_chunks(PIECE_BYTES).map(|piece| Sha256::digest(piece).into()).collect();
-        for piece in pieces {
-            hasher.update(piece);
-        }
+        hasher.update_rayon(bytes);
     }
     hasher.finalize().into()
 }

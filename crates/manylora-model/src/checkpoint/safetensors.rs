@@ -10,7 +10,6 @@ use manylora_kernels::{KernelError, RowSource};
 use rayon::prelude::*;
 use safetensors::tensor::{Dtype, SafeTensors};
 use serde_json::Value;
-use sha2::{Digest, Sha256};
 
 use super::{MappedFile, TensorStore, content_digest, hash_field, not_found_or_io};
 use crate::error::ModelError;
@@ -208,12 +207,12 @@ impl TensorStore for SafetensorsStore {
         self.tensors.values().map(|entry| entry.range.len() as u64).sum()
     }
 
-    fn digest_into(&self, hasher: &mut Sha256) {
+    fn digest_into(&self, hasher: &mut blake3::Hasher) {
         let digests: Vec<[u8; 32]> = self.tensors.par_iter().map(|(_, entry)| self.entry_digest(entry)).collect();
         for ((name, entry), digest) in self.tensors.iter().zip(digests) {
             hash_field(hasher, name.as_bytes());
             hash_field(hasher, format!("{:?} {:?}", entry.dtype, entry.shape).as_bytes());
-            hasher.update(digest);
+            hasher.update(&digest);
         }
     }
 }

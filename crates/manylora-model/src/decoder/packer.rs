@@ -2,9 +2,8 @@
 
 use std::sync::Arc;
 
-use manylora_kernels::{Backend, KernelError, PackedAdapter, SiteShape, StorageType};
+use manylora_kernels::{Backend, FactorFeed, PackedAdapter, SiteShape, StorageType};
 
-use crate::adapter::PreparedAdapter;
 use crate::error::ModelError;
 use crate::runner::{AdapterPacker, PackedHandle};
 
@@ -28,8 +27,8 @@ impl<B: Backend> AdapterPacker for BackendPacker<B> {
         self.backend.adapter_bytes(sites, self.dtype) as u64
     }
 
-    fn pack(&self, adapter: &PreparedAdapter) -> Result<PackedHandle, ModelError> {
-        let rank = adapter.sites.iter().map(|site| site.rank as usize).max().unwrap_or(0);
+    fn pack_stored(&self, sites: &[SiteShape], feed: &mut FactorFeed<'_>) -> Result<PackedHandle, ModelError> {
+        let rank = sites.iter().map(|site| site.rank as usize).max().unwrap_or(0);
         if rank > self.max_rank {
             return Err(ModelError::Unsupported {
                 message: format!(
@@ -39,9 +38,7 @@ impl<B: Backend> AdapterPacker for BackendPacker<B> {
                 ),
             });
         }
-        let packed = self.backend.pack_adapter(&adapter.sites, self.dtype, &mut |index, a, b| {
-            adapter.fill(index, a, b).map_err(|error| KernelError::Source(error.to_string()))
-        })?;
+        let packed = self.backend.pack_stored_adapter(sites, self.dtype, feed)?;
         let bytes = packed.bytes() as u64;
         Ok(PackedHandle { inner: Arc::new(packed), bytes })
     }

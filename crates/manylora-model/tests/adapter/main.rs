@@ -8,6 +8,7 @@
 mod candle;
 mod cases;
 mod fixtures;
+mod loading;
 mod malformed;
 mod messages;
 mod mutations;

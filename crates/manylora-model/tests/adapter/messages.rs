@@ -69,7 +69,7 @@ fn the_report_of_an_accepted_adapter() {
     report["path"] = json!("<oracle>");
     for module in report["modules"].as_object_mut().unwrap().values_mut() {
         let effect = module["effect"].as_f64().unwrap();
-        module["effect"] = json!(format!("{effect:.6}"));
+        module["effect"] = json!(format!("{effect:.4}"));
     }
     insta::assert_snapshot!(serde_json::to_string_pretty(&report).unwrap());
 }

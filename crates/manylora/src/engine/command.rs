@@ -30,6 +30,8 @@ pub(crate) struct Order {
     pub(crate) lazy: bool,
     /// Its content, where it was given in memory.
     pub(crate) read: Option<ReadAdapter>,
+    /// The registration that was made for it, once it is under way.
+    pub(crate) registration: Option<RegistrationId>,
     /// Who waits for it.
     pub(crate) replies: Vec<Reply<AdapterInfo>>,
 }
@@ -39,8 +41,18 @@ pub(crate) struct ReadAdapter {
     pub(crate) report: Arc<LoadReport>,
     pub(crate) version: Digest,
     pub(crate) packed: PackedHandle,
+    /// State of its files before they were read.
+    pub(crate) stamp: Option<Stamp>,
     /// What reading and packing took.
     pub(crate) seconds: f64,
+}
+
+/// What an adapter's content was found to be.
+pub(crate) struct Identified {
+    pub(crate) version: Digest,
+    pub(crate) report: Arc<LoadReport>,
+    /// State of its files before they were read.
+    pub(crate) stamp: Option<Stamp>,
 }
 
 pub(crate) enum Command {
@@ -57,7 +69,7 @@ pub(crate) enum Command {
     /// What content was found to be.
     Identified {
         identify: Identify,
-        result: Result<(Digest, Arc<LoadReport>), EngineError>,
+        result: Result<Identified, EngineError>,
     },
     Unload {
         name: String,

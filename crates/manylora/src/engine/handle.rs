@@ -134,11 +134,17 @@ impl EngineHandle {
         let threads = self.shared.reader_threads().min(sources.len()).max(1);
         let share = sources.len().div_ceil(threads).max(1);
         let inspected: Vec<Result<Order, EngineError>> = std::thread::scope(|scope| {
-            let shares: Vec<_> = sources
-                .chunks(share)
-                .map(|share| scope.spawn(move || share.iter().map(|source| self.inspect(source)).collect::<Vec<_>>()))
-                .collect();
-            shares.into_iter().flat_map(|share| share.join().unwrap_or_default()).collect()
+            let inspect = |share: &[AdapterSource]| share.iter().map(|one| self.inspect(one)).collect::<Vec<_>>();
+            let shares: Vec<_> =
+                sources.chunks(share).map(|share| (share, scope.spawn(move || inspect(share)))).collect();
+            let failed = |source: &AdapterSource| {
+                let message = "looking at its files failed unexpectedly; please report this with them".to_owned();
+                Err(EngineError::AdapterOperation { name: source.name.clone(), message })
+            };
+            let join = |(share, thread): (&[AdapterSource], std::thread::ScopedJoinHandle<'_, Vec<_>>)| {
+                thread.join().unwrap_or_else(|_| share.iter().map(failed).collect())
+            };
+            shares.into_iter().flat_map(join).collect()
         });
         let mut orders = Vec::with_capacity(inspected.len());
         let mut answers = Vec::with_capacity(inspected.len());

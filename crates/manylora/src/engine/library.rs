@@ -14,7 +14,7 @@ use manylora_core::{AdapterSlot, ControlPlane, Digest, Event, LoadedAdapter, Reg
 use manylora_model::adapter::LoadReport;
 use manylora_model::{PackedHandle, Runner};
 
-use super::command::{Order, ReadAdapter, Reply};
+use super::command::{Identified, Order, ReadAdapter, Reply};
 use super::loader::{Identify, Job};
 use super::stamp::Stamp;
 use crate::error::EngineError;
@@ -46,6 +46,8 @@ struct Shelved {
     given: Option<PackedHandle>,
     /// It is on its way to stand for its name, and why it will not, if a read has failed.
     arriving: bool,
+    /// Its name has led to it.
+    published: bool,
     failure: Option<EngineError>,
 }
 
@@ -64,9 +66,13 @@ impl Core<'_> {
 pub(super) struct Library {
     registry: Arc<Registry>,
     jobs: Sender<Job>,
+    /// Where packed adapters go that nobody needs: giving memory back takes a while.
+    discards: Sender<PackedHandle>,
     shelved: HashMap<RegistrationId, Shelved>,
     /// Orders for each name; the first is under way.
     orders: HashMap<String, VecDeque<Order>>,
+    /// Integer ids that orders under way bring, and the name that each is for.
+    reserved_ids: HashMap<u64, String>,
     waiters: HashMap<RegistrationId, Vec<Waiter>>,
     /// Entries taken off the table whose unload waits for requests that named them and are still on their way here.
     departing: Vec<(Entry, UnloadMode)>,
@@ -82,12 +88,14 @@ pub(super) struct Library {
 }
 
 impl Library {
-    pub(super) fn new(registry: Arc<Registry>, jobs: Sender<Job>) -> Self {
+    pub(super) fn new(registry: Arc<Registry>, jobs: Sender<Job>, discards: Sender<PackedHandle>) -> Self {
         Self {
             registry,
             jobs,
+            discards,
             shelved: HashMap::new(),
             orders: HashMap::new(),
+            reserved_ids: HashMap::new(),
             waiters: HashMap::new(),
             departing: Vec::new(),
             packed: HashMap::new(),
@@ -129,6 +137,14 @@ impl Library {
     /// Begins the first order of a name; its result if it has one at once.
     fn begin(&mut self, name: &str, core: &mut Core<'_>) -> Option<Result<AdapterInfo, EngineError>> {
         let order = self.orders.get_mut(name)?.front_mut()?;
+        if let Some(id) = order.source.int_id
+            && *self.reserved_ids.entry(id).or_insert_with(|| name.to_owned()) != name
+        {
+            return Some(Err(EngineError::AdapterOperation {
+                name: name.to_owned(),
+                message: format!("id `{id}` is being given to adapter `{}`; give another one", self.reserved_ids[&id]),
+            }));
+        }
         let known = order.read.as_ref().map(|read| read.version);
         let Some(existing) = self.registry.get(name) else {
             if order.expected.is_some() {
@@ -146,33 +162,42 @@ impl Library {
             core.handle(Event::Prefetch(registration));
             return None;
         };
-        let replace = order.source.replace;
-        if !order.lazy && existing.info.version.is_none() && existing.info.origin == order.source.origin {
-            // Registered to be read on demand, and this is the demand.
-            let registration = existing.registration;
-            if let Some(shelved) = self.shelved.get_mut(&registration) {
-                shelved.arriving = true;
-            }
-            core.handle(Event::Prefetch(registration));
-            return None;
-        }
+        let same_place = existing.info.origin == order.source.origin;
         let stamps = self.shelved.get(&existing.registration).and_then(|shelved| shelved.stamp.as_ref());
-        let unchanged = stamps.zip(order.stamp.as_ref()).is_some_and(|(before, now)| before.still_holds(now));
-        if !order.lazy && unchanged && existing.info.origin == order.source.origin && order.expected.is_none() {
+        let stamps = stamps.zip(order.stamp.as_ref());
+        let agrees = stamps.is_some_and(|(before, now)| before.agrees(now));
+        let unchanged = stamps.is_some_and(|(before, now)| before.still_holds(now));
+        let unread = existing.info.version.is_none();
+        // Another version than the caller expects is for the control plane to find out, when it compares.
+        let expects_this = order.expected.is_none_or(|expected| existing.info.version == Some(expected));
+        if order.lazy && same_place && (agrees || !order.source.replace) {
             return Some(self.same(name, existing.info.clone()));
         }
-        if let Some(version) = known {
-            match self.registry.check(&order.source, version) {
+        if unread && same_place && agrees && expects_this {
+            // Registered to be read on demand, and this is the demand.
+            if let Some(shelved) = self.shelved.get_mut(&existing.registration) {
+                shelved.arriving = true;
+            }
+            order.registration = Some(existing.registration);
+            core.handle(Event::Prefetch(existing.registration));
+            return None;
+        }
+        if !unread && same_place && unchanged && expects_this {
+            return Some(self.same(name, existing.info.clone()));
+        }
+        match known {
+            Some(version) if expects_this => match self.registry.check(&order.source, version) {
                 Ok(None) => {}
                 Ok(Some(info)) => return Some(Ok(self.with_id(name, info))),
                 Err(error) => return Some(Err(error)),
+            },
+            // Whether it is the same content shows only when it is read; what the name stands for stays as it is. What was
+            // never read has no content yet that this could contradict.
+            None if !order.source.replace && !(unread && same_place) => {
+                let job = Job::Identify { identify: Identify::Name(name.to_owned()), source: order.source.clone() };
+                return self.jobs.send(job).is_err().then(|| Err(loader_gone()));
             }
-        } else if order.lazy && existing.info.origin == order.source.origin {
-            return Some(self.same(name, existing.info.clone()));
-        } else if !replace {
-            // Whether it is the same content shows only when it is read; what the name stands for stays as it is.
-            let job = Job::Identify { identify: Identify::Name(name.to_owned()), source: order.source.clone() };
-            return self.jobs.send(job).is_err().then(|| Err(loader_gone()));
+            _ => {}
         }
         // Once the content is swapped it is too late to find out that the id belongs to another name.
         if let Err(error) = self.registry.check_id(&order.source, known) {
@@ -197,8 +222,10 @@ impl Library {
             version,
             given,
             arriving: true,
+            published: false,
             failure: None,
         };
+        order.registration = Some(registration);
         let rereadable = shelved.source.origin.is_rereadable();
         self.shelved.insert(registration, shelved);
         core.handle(Event::Register { registration, bytes, rereadable });
@@ -228,6 +255,11 @@ impl Library {
     /// Ends the first order of a name.
     fn answer_order(&mut self, name: &str, result: Result<AdapterInfo, EngineError>) {
         let Some(order) = self.orders.get_mut(name).and_then(VecDeque::pop_front) else { return };
+        if let Some(id) =
+            order.source.int_id.filter(|id| self.reserved_ids.get(id).is_some_and(|holder| holder == name))
+        {
+            self.reserved_ids.remove(&id);
+        }
         let mut replies = order.replies.into_iter();
         let Some(first) = replies.next() else { return };
         for reply in replies {
@@ -246,9 +278,9 @@ impl Library {
         let Some(shelved) = self.shelved.get_mut(&registration).filter(|shelved| shelved.arriving) else { return };
         shelved.arriving = false;
         let name = shelved.source.name.clone();
-        let published = self.registry.get(&name).is_some_and(|entry| entry.registration == registration);
+        let was_published = shelved.published;
         let result = result.and_then(|()| self.publish(registration, core));
-        if result.is_err() && !published {
+        if result.is_err() && !was_published {
             core.handle(Event::Unload { registration, mode: UnloadMode::Abort });
         }
         self.answer_order(&name, result);
@@ -273,6 +305,7 @@ impl Library {
         {
             return self.same(&name, entry.info);
         }
+        shelved.published = true;
         if let Some(old) = self.registry.publish(Entry::new(info, registration)) {
             self.departing.push((old, UnloadMode::Drain));
             self.unload_departing(core);
@@ -284,14 +317,14 @@ impl Library {
     pub(super) fn identified(
         &mut self,
         identify: Identify,
-        result: Result<(Digest, Arc<LoadReport>), EngineError>,
+        result: Result<Identified, EngineError>,
         core: &mut Core<'_>,
     ) {
         self.reads += 1;
         match identify {
             Identify::Name(name) => {
                 let Some(order) = self.orders.get(&name).and_then(|queue| queue.front()) else { return };
-                let result = match result.and_then(|(version, _)| self.registry.check(&order.source, version)) {
+                let result = match result.and_then(|content| self.registry.check(&order.source, content.version)) {
                     Ok(Some(info)) => Ok(self.with_id(&name, info)),
                     // What the name stood for has gone meanwhile: begin anew.
                     Ok(None) => return self.advance(&name, core),
@@ -302,10 +335,11 @@ impl Library {
             }
             Identify::Registration(registration) => {
                 let Some(shelved) = self.shelved.get_mut(&registration) else { return };
-                let result = result.map(|(version, report)| {
-                    shelved.version = Some(version);
-                    shelved.report = Arc::clone(&report);
+                let result = result.map(|Identified { version, report, stamp }| {
                     self.registry.identify(&shelved.source.name, registration, version, &report);
+                    shelved.version = Some(version);
+                    shelved.report = report;
+                    shelved.stamp = stamp;
                 });
                 self.arrive(registration, result, core);
             }
@@ -375,7 +409,7 @@ impl Library {
     pub(super) fn tidy(&mut self) {
         for (_, packed) in self.landed.drain() {
             // A send error means that the engine is going down: dropped here, then.
-            let _ = self.jobs.send(Job::Discard(packed));
+            let _ = self.discards.send(packed);
         }
     }
 
@@ -397,7 +431,7 @@ impl Library {
     pub(super) fn evict(&mut self, slot: AdapterSlot, digest: Digest, runner: &mut dyn Runner) {
         runner.remove(slot.0);
         if let Some(packed) = self.packed.remove(&digest) {
-            let _ = self.jobs.send(Job::Discard(packed));
+            let _ = self.discards.send(packed);
         }
     }
 
@@ -411,9 +445,26 @@ impl Library {
         self.arrive(registration, Ok(()), core);
     }
 
+    /// The place of `old` is `new`'s now.
+    pub(super) fn replaced(&mut self, old: RegistrationId, new: RegistrationId, core: &mut Core<'_>) {
+        // Who waits for the name to be pinned waits for what it stands for.
+        if let Some(waiters) = self.waiters.get_mut(&old) {
+            let moved: Vec<Waiter> = waiters.extract_if(.., |waiter| waiter.awaited == Awaited::Pinned).collect();
+            self.waiters.entry(new).or_default().extend(moved);
+        }
+        self.resident(new, core);
+    }
+
     pub(super) fn failed(&mut self, registration: RegistrationId, message: String, core: &mut Core<'_>) {
-        self.answer(registration, Awaited::Pinned, Some(&message));
-        let Some(shelved) = self.shelved.get_mut(&registration) else { return };
+        let refused_pin = self.answer(registration, Awaited::Pinned, Some(&message));
+        let Some(shelved) = self.shelved.get_mut(&registration) else {
+            // What is gone is unloaded.
+            self.answer(registration, Awaited::Unloaded, None);
+            return;
+        };
+        if refused_pin && core.plane.registration(registration).is_some_and(|status| status.loading) {
+            return;
+        }
         let name = shelved.source.name.clone();
         let error = shelved.failure.take().unwrap_or(EngineError::AdapterOperation { name, message });
         self.arrive(registration, Err(error), core);
@@ -435,6 +486,7 @@ impl Library {
             core.handle(Event::Pin(registration));
         } else {
             core.handle(Event::Unpin(registration));
+            self.answer(registration, Awaited::Pinned, Some("it was unpinned meanwhile"));
             let _ = reply.send(Ok(()));
         }
     }
@@ -444,22 +496,52 @@ impl Library {
     pub(super) fn unload(&mut self, name: &str, mode: UnloadMode, reply: Reply<()>, core: &mut Core<'_>) {
         if let Some(entry) = self.registry.remove(name) {
             self.wait(entry.registration, Waiter { awaited: Awaited::Unloaded, name: name.to_owned(), reply });
+            let interrupted = self.interrupt(name, entry.registration, core);
+            if mode == UnloadMode::Abort {
+                self.abort_leaving(name, core);
+            }
             self.departing.push((entry, mode));
-            return self.unload_departing(core);
+            self.unload_departing(core);
+            if interrupted {
+                self.advance(name, core);
+            }
+            return;
         }
         let leaving = self.leaving(name);
         let Some(&last) = leaving.last() else {
             return drop(reply.send(self.registry.resolve(name).map(|_| ())));
         };
         self.wait(last, Waiter { awaited: Awaited::Unloaded, name: name.to_owned(), reply });
-        for (entry, wanted) in &mut self.departing {
-            if entry.info.name == name && mode == UnloadMode::Abort {
-                *wanted = mode;
+        if mode == UnloadMode::Abort {
+            self.abort_leaving(name, core);
+        }
+    }
+
+    /// The order of a name that is under way, if it is for what the name stands for or for something in its place, is to
+    /// begin anew, as if it had come after the unload of `taken`; whether there is one.
+    fn interrupt(&mut self, name: &str, taken: RegistrationId, core: &mut Core<'_>) -> bool {
+        let order = self.orders.get_mut(name).and_then(VecDeque::front_mut);
+        let Some(registration) = order.and_then(|order| order.registration.take()) else { return false };
+        let Some(shelved) = self.shelved.get_mut(&registration) else { return false };
+        if !std::mem::take(&mut shelved.arriving) {
+            return false;
+        }
+        if registration != taken {
+            core.handle(Event::Unload { registration, mode: UnloadMode::Abort });
+        }
+        true
+    }
+
+    /// Aborts the requests that still hold what a name stood for.
+    fn abort_leaving(&mut self, name: &str, core: &mut Core<'_>) {
+        for (entry, mode) in &mut self.departing {
+            if entry.info.name == name {
+                *mode = UnloadMode::Abort;
             }
         }
-        for registration in leaving {
+        for registration in self.leaving(name) {
             if !self.departing.iter().any(|(entry, _)| entry.registration == registration) {
-                core.handle(Event::Unload { registration, mode });
+                core.handle(Event::Unload { registration, mode: UnloadMode::Abort });
             }
         }
     }
@@ -468,7 +550,7 @@ impl Library {
     fn leaving(&self, name: &str) -> Vec<RegistrationId> {
         let published = self.registry.get(name).map(|entry| entry.registration);
         let all =
-            self.shelved.iter().filter(|(id, one)| one.source.name == name && !one.arriving && published != Some(**id));
+            self.shelved.iter().filter(|(id, one)| one.source.name == name && one.published && published != Some(**id));
         let mut ids: Vec<_> = all.map(|(&id, _)| id).collect();
         ids.sort_unstable();
         ids
@@ -501,9 +583,10 @@ impl Library {
         self.waiters.entry(registration).or_default().push(waiter);
     }
 
-    /// Answers the callers that wait for `awaited`.
-    fn answer(&mut self, registration: RegistrationId, awaited: Awaited, failure: Option<&str>) {
-        let Some(waiters) = self.waiters.get_mut(&registration) else { return };
+    /// Answers the callers that wait for `awaited`; whether there are any.
+    fn answer(&mut self, registration: RegistrationId, awaited: Awaited, failure: Option<&str>) -> bool {
+        let Some(waiters) = self.waiters.get_mut(&registration) else { return false };
+        let mut any = false;
         for waiter in waiters.extract_if(.., |waiter| waiter.awaited == awaited) {
             let answer = match failure {
                 None => Ok(()),
@@ -511,10 +594,12 @@ impl Library {
             };
             // The caller may have given up waiting.
             let _ = waiter.reply.send(answer);
+            any = true;
         }
         if waiters.is_empty() {
             self.waiters.remove(&registration);
         }
+        any
     }
 }
 
@@ -533,6 +618,7 @@ impl Shelved {
             _ => {
                 self.version = Some(read.version);
                 self.report = Arc::clone(&read.report);
+                self.stamp.clone_from(&read.stamp);
                 Ok(())
             }
         }

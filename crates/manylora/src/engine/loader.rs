@@ -10,10 +10,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use manylora_core::{Digest, RegistrationId};
+use manylora_model::AdapterPacker;
 use manylora_model::adapter::{self, AdapterPolicy, LoadReport, PreparedAdapter};
-use manylora_model::{AdapterPacker, PackedHandle};
 
-use super::command::{Command, Order, ReadAdapter};
+use super::command::{Command, Identified, Order, ReadAdapter};
 use super::stamp::Stamp;
 use crate::config::ReadHook;
 use crate::error::EngineError;
@@ -25,8 +25,6 @@ pub(crate) enum Job {
     Read { registration: RegistrationId, source: AdapterSource },
     /// Read and check an adapter, and say what its content is.
     Identify { identify: Identify, source: AdapterSource },
-    /// Give the memory of an adapter back, which takes a while for a large one.
-    Discard(PackedHandle),
 }
 
 /// For whom content is identified.
@@ -70,6 +68,7 @@ impl Reader {
             expected: None,
             lazy: false,
             read,
+            registration: None,
             replies: Vec::new(),
         })
     }
@@ -77,12 +76,13 @@ impl Reader {
     /// Reads, checks and packs an adapter.
     fn read(&self, source: &AdapterSource) -> Result<ReadAdapter, EngineError> {
         let start = Instant::now();
+        let stamp = source.origin.path().and_then(Stamp::take);
         let prepared = self.prepare(source)?;
         let packed = self.packer.pack(&prepared)?;
         // What it takes here, padding included: the number that the ledger charges.
         let report = Arc::new(LoadReport { bytes: packed.bytes, ..prepared.report.clone() });
         let seconds = start.elapsed().as_secs_f64();
-        Ok(ReadAdapter { version: Digest(prepared.digest), report, packed, seconds })
+        Ok(ReadAdapter { version: Digest(prepared.digest), report, packed, stamp, seconds })
     }
 
     fn prepare(&self, source: &AdapterSource) -> Result<PreparedAdapter, EngineError> {
@@ -111,24 +111,22 @@ impl Reader {
         })
     }
 
-    /// The answer to a job; None if there is none.
-    pub(crate) fn carry_out(&self, job: Job) -> Option<Command> {
+    /// The answer to a job.
+    pub(crate) fn carry_out(&self, job: Job) -> Command {
         match job {
             Job::Read { registration, source } => {
                 let result = Self::guarded(&source.name, || self.read(&source));
-                Some(Command::Read { registration, result })
+                Command::Read { registration, result }
             }
             Job::Identify { identify, source } => {
                 let result = Self::guarded(&source.name, || {
+                    let stamp = source.origin.path().and_then(Stamp::take);
                     let prepared = self.prepare(&source)?;
                     let bytes = self.packer.bytes(&prepared.sites);
-                    Ok((Digest(prepared.digest), Arc::new(LoadReport { bytes, ..prepared.report })))
+                    let report = Arc::new(LoadReport { bytes, ..prepared.report });
+                    Ok(Identified { version: Digest(prepared.digest), report, stamp })
                 });
-                Some(Command::Identified { identify, result })
-            }
-            Job::Discard(packed) => {
-                drop(packed);
-                None
+                Command::Identified { identify, result }
             }
         }
     }
@@ -139,9 +137,7 @@ pub(crate) fn run(jobs: &Mutex<Receiver<Job>>, commands: &Sender<Command>, reade
     loop {
         let next = jobs.lock().unwrap_or_else(PoisonError::into_inner).recv();
         let Ok(job) = next else { return };
-        if let Some(answer) = reader.carry_out(job)
-            && commands.send(answer).is_err()
-        {
+        if commands.send(reader.carry_out(job)).is_err() {
             return;
         }
     }

@@ -16,7 +16,7 @@ use manylora_model::chat::ChatTemplate;
 use manylora_model::checkpoint::{Checkpoint, GenerationDefaults, memory};
 use manylora_model::decoder::{DecoderLimits, DecoderWeights, packed_bytes, working_bytes};
 use manylora_model::tokenizer::Tokenizer;
-use manylora_model::{ModelSpec, Runner};
+use manylora_model::{ModelSpec, PackedHandle, Runner};
 
 pub use manylora_model::decoder::LoadProgress;
 
@@ -96,6 +96,7 @@ pub(crate) struct Assembled {
     pub(crate) shared: Shared,
     pub(crate) worker: Worker,
     pub(crate) jobs: Receiver<Job>,
+    pub(crate) discarded: Receiver<PackedHandle>,
 }
 
 /// Loads the base and puts the engine together.
@@ -160,7 +161,8 @@ pub(crate) fn assemble(config: EngineConfig, progress: &mut dyn FnMut(LoadProgre
     let (jobs, ordered) = channel();
     let registry = Arc::new(Registry::default());
     let reader = Reader { policy: Arc::new(policy), packer: decoder.packer(), hook: config.before_read.clone() };
-    let library = Library::new(Arc::clone(&registry), jobs);
+    let (discards, discarded) = channel();
+    let library = Library::new(Arc::clone(&registry), jobs, discards);
     let step = LoweredStep::new(
         sizes.max_rows,
         config.max_num_seqs,
@@ -188,7 +190,7 @@ pub(crate) fn assemble(config: EngineConfig, progress: &mut dyn FnMut(LoadProgre
         commands,
         stopped: Arc::new(OnceLock::new()),
     };
-    Ok(Assembled { shared, worker, jobs: ordered })
+    Ok(Assembled { shared, worker, jobs: ordered, discarded })
 }
 
 fn check_limits(config: &EngineConfig) -> Result<(), EngineError> {
@@ -406,7 +408,7 @@ fn core_config(config: &EngineConfig, sizes: &Sizes, base_digest: Digest) -> Cor
 }
 
 fn spawn(assembled: Assembled) -> Result<(EngineHandle, Vec<JoinHandle<()>>), EngineError> {
-    let Assembled { shared, mut worker, jobs } = assembled;
+    let Assembled { shared, mut worker, jobs, discarded } = assembled;
     let jobs = Arc::new(Mutex::new(jobs));
     let mut threads = (0..shared.config.loader_threads)
         .map(|_| {
@@ -415,6 +417,8 @@ fn spawn(assembled: Assembled) -> Result<(EngineHandle, Vec<JoinHandle<()>>), En
         })
         .collect::<Result<Vec<_>, _>>()?;
     drop(jobs);
+    // Gives the memory of adapters back as they come.
+    threads.push(thread("manylora-discard", move || discarded.into_iter().for_each(drop))?);
     let stopped = Arc::clone(&shared.stopped);
     let engine = thread("manylora-engine", move || {
         // A panic here is a bug; callers still get an error that names it instead of waiting for ever.

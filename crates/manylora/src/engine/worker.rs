@@ -148,6 +148,7 @@ impl Worker {
             }
             Command::Read { registration, result } => {
                 self.with_library(|library, core| library.read(registration, result, core));
+                self.forget_returned_blocks();
             }
             Command::Identified { identify, result } => {
                 self.with_library(|library, core| library.identified(identify, result, core));
@@ -208,8 +209,7 @@ impl Worker {
             }
             Effect::Evict { slot, digest } => {
                 self.library.evict(slot, digest, self.runner.as_mut());
-                self.released.clear();
-                self.released.extend(self.core.retired_blocks());
+                self.forget_returned_blocks();
             }
             Effect::LeaseBound(_) => {}
             Effect::RequestFailed { request, reason } => {
@@ -223,12 +223,17 @@ impl Worker {
                 }
             }
             Effect::Unloaded(registration) => self.library.unloaded(registration),
-            Effect::Resident(registration) | Effect::Replaced { new: registration, .. } => {
-                self.library.resident(registration, core);
-            }
+            Effect::Resident(registration) => self.library.resident(registration, core),
+            Effect::Replaced { old, new } => self.library.replaced(old, new, core),
             Effect::OnDemand(registration) => self.library.on_demand(registration, core),
             Effect::RegistrationFailed { registration, message } => self.library.failed(registration, message, core),
         }
+    }
+
+    /// Blocks that were given back to the pool are no longer among those whose memory was released.
+    fn forget_returned_blocks(&mut self) {
+        let retired: HashSet<BlockId> = self.core.retired_blocks().collect();
+        self.released.retain(|block| retired.contains(block));
     }
 
     /// Gives back the memory of KV blocks whose bytes adapters have taken (promise P8).

@@ -257,30 +257,28 @@ impl Pool {
         }
     }
 
-    /// Sleeps until another part is done, and takes note of the workers that this was late for.
+    /// Sleeps until another part is done. Workers whose parts are not done after [`LATE`] are left out from the next region
+    /// on.
     #[cold]
     fn park_for_others(&self, parts: usize, region: u32, left: u32, start: Option<Instant>) -> u32 {
         let state = &*self.state;
         let since = Instant::now();
-        let pending = |part: usize| state.parts[part].done.load(Ordering::Relaxed) != region;
-        // Seats whose parts are pending, in the first machine words; a larger team has more to lose by looking further.
-        let mut late = 0u64;
-        for (worker, seat) in state.seats.iter().enumerate().take(64) {
-            let part = seat.value.load(Ordering::Relaxed);
-            late |= u64::from(part != team::AWAY && (part as usize) < parts && pending(part as usize)) << worker;
+        if let Some(left) = state.remaining.park_while_for(left, LATE) {
+            return left;
         }
-        let left = state.remaining.park_while(left);
-        let waited = since.elapsed();
+        let now = Instant::now();
         // Parts of long regions may be uneven without anybody being kept from work.
-        let worked = start.map_or(waited, |start| since - start);
-        if waited >= LATE && waited >= worked / 2 {
+        let worked = start.map_or(LATE, |start| since - start);
+        if now - since >= worked / 2 {
             let mut team = locked(&self.team);
-            let now = Instant::now();
-            (0..state.seats.len().min(64))
-                .filter(|worker| late >> worker & 1 == 1)
-                .for_each(|worker| team.leave_out(worker, now));
+            for (worker, seat) in state.seats.iter().enumerate() {
+                let part = seat.value.load(Ordering::Relaxed) as usize;
+                if part < parts && state.parts[part].done.load(Ordering::Relaxed) != region {
+                    team.leave_out(worker, now);
+                }
+            }
         }
-        left
+        state.remaining.park_while(left)
     }
 
     /// Parts of the next region: this thread's and those of the workers that are not left out.
@@ -293,6 +291,10 @@ impl Pool {
         if team.is_settled() || !team.change(Instant::now()) {
             return state.count.load(Ordering::Relaxed) as usize;
         }
+        // Parts that nobody took lately count as taken in the last region: before the seats change, so that a worker that
+        // sees its new seat sees this too, and cannot take a part of a region that is over.
+        let region = state.region.value.load(Ordering::Relaxed);
+        state.parts.iter().for_each(|part| part.claimed.store(region, Ordering::Relaxed));
         let mut parts = 1;
         for (worker, seat) in state.seats.iter().enumerate() {
             let away = team.is_away(worker);
@@ -302,9 +304,6 @@ impl Pool {
                 seat.wake();
             }
         }
-        // Parts that nobody took lately count as taken in the last region.
-        let region = state.region.value.load(Ordering::Relaxed);
-        state.parts.iter().for_each(|part| part.claimed.store(region, Ordering::Relaxed));
         state.count.store(parts, Ordering::Relaxed);
         parts as usize
     }

@@ -53,19 +53,37 @@ impl Signal {
     }
 
     /// Sleeps until the value is not `seen`, and returns it.
-    #[cold]
     pub(super) fn park_while(&self, seen: u32) -> u32 {
+        loop {
+            if let Some(value) = self.park(seen, None) {
+                return value;
+            }
+        }
+    }
+
+    /// Sleeps until the value is not `seen`, but for no longer than about `limit`: then None.
+    pub(super) fn park_while_for(&self, seen: u32, limit: Duration) -> Option<u32> {
+        self.park(seen, Some(limit))
+    }
+
+    #[cold]
+    fn park(&self, seen: u32, limit: Option<Duration>) -> Option<u32> {
+        let start = Instant::now();
         // Sequentially consistent on both sides: either the sleeper sees the new value or the waker sees the sleeper.
         self.sleepers.fetch_add(1, Ordering::SeqCst);
-        let value = loop {
+        let result = loop {
             let value = self.value.load(Ordering::SeqCst);
             if value != seen {
-                break value;
+                break Some(value);
             }
-            self.sleep(seen);
+            let left = limit.map(|limit| limit.saturating_sub(start.elapsed()));
+            if left.is_some_and(|left| left.is_zero()) {
+                break None;
+            }
+            self.sleep(seen, left);
         };
         self.sleepers.fetch_sub(1, Ordering::SeqCst);
-        value
+        result
     }
 
     /// Wakes the sleepers, if there are any, after the value was changed (sequentially consistent).
@@ -76,15 +94,19 @@ impl Signal {
     }
 
     #[cfg(target_os = "linux")]
-    fn sleep(&self, seen: u32) {
-        // SAFETY: the word outlives the call; the kernel sleeps only while it equals `seen`.
+    fn sleep(&self, seen: u32, limit: Option<Duration>) {
+        let limit = limit.map(|limit| libc::timespec {
+            tv_sec: limit.as_secs() as libc::time_t,
+            tv_nsec: libc::c_long::from(limit.subsec_nanos() as i32),
+        });
+        // SAFETY: the word and the limit outlive the call; the kernel sleeps only while the word equals `seen`.
         unsafe {
             libc::syscall(
                 libc::SYS_futex,
                 self.value.as_ptr(),
                 libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG,
                 seen,
-                std::ptr::null::<libc::timespec>(),
+                limit.as_ref().map_or(std::ptr::null(), std::ptr::from_ref),
             );
         }
     }
@@ -99,10 +121,12 @@ impl Signal {
     }
 
     #[cfg(not(target_os = "linux"))]
-    fn sleep(&self, seen: u32) {
+    fn sleep(&self, seen: u32, limit: Option<Duration>) {
         let guard = self.gate.0.lock().unwrap_or_else(PoisonError::into_inner);
         if self.value.load(Ordering::SeqCst) == seen {
-            drop(self.gate.1.wait(guard).unwrap_or_else(PoisonError::into_inner));
+            // Whoever wakes up looks again: early is as good as late.
+            let limit = limit.unwrap_or(Duration::from_secs(1));
+            drop(self.gate.1.wait_timeout(guard, limit).unwrap_or_else(PoisonError::into_inner));
         }
     }
 

@@ -2,6 +2,7 @@
 //! does.
 
 pub(super) mod avx2_gemm;
+pub(super) mod avx2_panel;
 pub(super) mod avx2_shrink;
 pub(super) mod avx512_gemm;
 pub(super) mod detect;

@@ -20,7 +20,6 @@ use std::sync::OnceLock;
 
 use manylora_kernels::{KernelError, RowSource};
 use rayon::prelude::*;
-use sha2::{Digest, Sha256};
 
 use self::header::{GgufHeader, GgufTensor};
 use super::{
@@ -222,14 +221,14 @@ impl TensorStore for GgufStore {
         self.tensors.values().map(|stored| stored.tensor.bytes as u64).sum()
     }
 
-    fn digest_into(&self, hasher: &mut Sha256) {
+    fn digest_into(&self, hasher: &mut blake3::Hasher) {
         let digests: Vec<[u8; 32]> = self.tensors.par_iter().map(|(_, stored)| stored.digest(&self.file)).collect();
         for ((name, stored), digest) in self.tensors.iter().zip(digests) {
             let tensor = &stored.tensor;
             hash_field(hasher, name.as_bytes());
             hash_field(hasher, format!("{} {} {}", tensor.kind.name(), tensor.rows, tensor.columns).as_bytes());
             hash_field(hasher, &[u8::from(stored.permuted_head.is_some())]);
-            hasher.update(digest);
+            hasher.update(&digest);
         }
     }
 }

@@ -16,7 +16,6 @@ use std::path::Path;
 
 use manylora_kernels::RowSource;
 use serde_json::Value;
-use sha2::Sha256;
 
 use self::config::{Method, Quantization};
 use self::layout::{Module, PackedRows};
@@ -124,7 +123,7 @@ impl TensorStore for QuantizedStore {
         self.files.storage_bytes()
     }
 
-    fn digest_into(&self, hasher: &mut Sha256) {
+    fn digest_into(&self, hasher: &mut blake3::Hasher) {
         // The same words mean other weights under another configuration.
         hash_field(hasher, format!("{:?}", self.quantization).as_bytes());
         self.files.digest_into(hasher);
