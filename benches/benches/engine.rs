@@ -94,7 +94,7 @@ struct Bench {
 }
 
 impl Bench {
-    fn engine(&self, enable_lora: bool, threads: Option<usize>) -> Result<Engine, Box<dyn Error>> {
+    fn engine(enable_lora: bool, threads: Option<usize>) -> Result<Engine, Box<dyn Error>> {
         let mut config = EngineConfig::new(folder().join("half-billion"));
         config.skip_tokenizer_init = true;
         // Long and short runs have the same prompts: what one computed must not be found by the other.
@@ -180,8 +180,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let limits = Limits::measure(&backend, Duration::from_secs(1))?;
     let mut bench = Bench { backend, options, cases: Vec::new(), comparisons: Vec::new() };
     let (tokens, rounds, threads) = (bench.options.tokens, bench.options.rounds, bench.options.threads);
-    let plain = bench.engine(false, threads)?;
-    let lora = bench.engine(true, threads)?;
+    let plain = Bench::engine(false, threads)?;
+    let lora = Bench::engine(true, threads)?;
     let machine = format!(
         "{}; read {:.1} GB/s, arithmetic {:.0} GFLOP/s",
         lora.info().backend,
@@ -238,7 +238,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     bench.compare("8 rows: 8 adapters / base", &turns, 2, 0);
     bench.compare("8 rows: 8 adapters / one adapter", &turns, 2, 1);
 
-    let single = bench.engine(false, Some(1))?;
+    let single = Bench::engine(false, Some(1))?;
     let neighbour = Neighbour::start()?;
     for rows in [1, 8] {
         let (team, alone) = (on(&plain, rows, &none), on(&single, rows, &none));

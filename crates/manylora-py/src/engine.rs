@@ -142,6 +142,7 @@ impl Engine {
     }
 
     /// Copies an adapter from arrays, validates and registers it. `config` is what `adapter_config.json` would say.
+    #[expect(clippy::too_many_arguments, reason = "what a request with tensors has")]
     fn load_adapter_tensors(
         &self,
         py: Python<'_>,

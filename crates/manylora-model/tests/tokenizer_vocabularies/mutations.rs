@@ -264,7 +264,7 @@ fn mutate_metadata(metadata: &mut GgufTokenizer, numbers: &mut Numbers) {
         9 => metadata.eos = id,
         10 => metadata.unknown = id,
         11 => (metadata.add_bos, metadata.add_eos) = (Some(numbers.below(2) == 0), Some(true)),
-        12 => metadata.model = (*numbers.pick(&["gpt2", "llama", "llama", "bert", ""])).to_owned(),
+        12 => (*numbers.pick(&["gpt2", "llama", "llama", "bert", ""])).clone_into(&mut metadata.model),
         _ => metadata.pre = Some((*numbers.pick(&["qwen2", "llama-bpe", "default", "", "x"])).to_owned()),
     }
 }

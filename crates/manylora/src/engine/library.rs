@@ -193,7 +193,7 @@ impl Library {
             },
             // Whether it is the same content shows only when it is read; what the name stands for stays as it is. What was
             // never read has no content yet that this could contradict.
-            None if !order.source.replace && !(unread && same_place) => {
+            None if !(order.source.replace || unread && same_place) => {
                 let job = Job::Identify { identify: Identify::Name(name.to_owned()), source: order.source.clone() };
                 return self.jobs.send(job).is_err().then(|| Err(loader_gone()));
             }

@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use manylora_core::{Digest, RegistrationId};
 use manylora_model::AdapterPacker;
-use manylora_model::adapter::{self, AdapterPolicy, LoadReport, PreparedAdapter};
+use manylora_model::adapter::{self, AdapterPolicy, LoadReport, LoadedContent, PreparedAdapter};
 
 use super::command::{Command, Identified, Order, ReadAdapter};
 use super::stamp::Stamp;
@@ -77,18 +77,30 @@ impl Reader {
     fn read(&self, source: &AdapterSource) -> Result<ReadAdapter, EngineError> {
         let start = Instant::now();
         let stamp = source.origin.path().and_then(Stamp::take);
-        let prepared = self.prepare(source)?;
-        let packed = self.packer.pack(&prepared)?;
+        let LoadedContent { digest, report, packed } = match &source.origin {
+            // In one pass, a run of the file at a time.
+            AdapterOrigin::Directory(path) => {
+                self.call_hook(source)?;
+                adapter::inspect(&source.name, path, &self.policy)?.load(self.packer.as_ref())?
+            }
+            AdapterOrigin::Memory(_) => {
+                let prepared = self.prepare(source)?;
+                let packed = self.packer.pack(&prepared)?;
+                LoadedContent { digest: prepared.digest, report: prepared.report, packed }
+            }
+        };
         // What it takes here, padding included: the number that the ledger charges.
-        let report = Arc::new(LoadReport { bytes: packed.bytes, ..prepared.report.clone() });
+        let report = Arc::new(LoadReport { bytes: packed.bytes, ..report });
         let seconds = start.elapsed().as_secs_f64();
-        Ok(ReadAdapter { version: Digest(prepared.digest), report, packed, stamp, seconds })
+        Ok(ReadAdapter { version: Digest(digest), report, packed, stamp, seconds })
+    }
+
+    fn call_hook(&self, source: &AdapterSource) -> Result<(), EngineError> {
+        self.hook.as_ref().map_or(Ok(()), |hook| hook.call(source))
     }
 
     fn prepare(&self, source: &AdapterSource) -> Result<PreparedAdapter, EngineError> {
-        if let Some(hook) = &self.hook {
-            hook.call(source)?;
-        }
+        self.call_hook(source)?;
         match &source.origin {
             AdapterOrigin::Directory(path) => Ok(adapter::inspect(&source.name, path, &self.policy)?.read()?),
             AdapterOrigin::Memory(Some(given)) => {
