@@ -29,7 +29,7 @@ KEY = next(key for key in sorted(tensors()) if key.endswith("lora_A.weight"))
 
 def version(llm: LLM, arrays: dict[str, Any]) -> str:
     """The content digest that arrays have as an adapter."""
-    record = llm.llm_engine.core.load_adapter_tensors("x", 1, arrays, CONFIG, True)
+    record = llm.llm_engine.core.load_adapter_tensors("x", 1, arrays, CONFIG, True, None)
     return record.version
 
 

@@ -25,7 +25,7 @@ def distinct(number: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("policy", "overtakes"), [("fair", True), ("fcfs", False)])
-def test_a_tenant_does_not_wait_for_anothers_flood(policy: str, overtakes: bool, make_engine: MakeEngine) -> None:
+def test_a_tenant_does_not_wait_for_the_flood_of_another(policy: str, overtakes: bool, make_engine: MakeEngine) -> None:
     llm = make_engine(scheduling_policy=policy, max_num_seqs=1)
     flood = [{"prompt_token_ids": distinct(number), "tenant": "many"} for number in range(40)]
     # The same prompts as the flood's last: who comes later finds them cached.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,6 +78,24 @@ def test_a_manifest_registers_many_and_names_those_it_cannot(llm: LLM, tmp_path:
     assert llm.llm_engine.remove_lora(77)
     with pytest.raises(UnknownAdapterError, match="`near` is not loaded; loaded: alpha, gamma"):
         llm.load_report("near")
+
+
+def test_the_example_registers_replaces_and_unloads(tmp_path: Path) -> None:
+    entries = [{"name": name, "path": adapter_path(name)} for name in ("alpha", "beta", "dora")]
+    manifest = tmp_path / "adapters.json"
+    manifest.write_text(json.dumps([entry | {"id": 7 + number} for number, entry in enumerate(entries)]))
+    example = Path(__file__).parent.parent / "examples" / "adapter_shelf.py"
+    command = [sys.executable, example, "--model", ORACLE / "llama" / "base", "--manifest", manifest]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    refused, registered, alpha, beta, asked, replaced, unloaded = done.stdout.splitlines()
+    assert refused.startswith("refused: dora: ")
+    assert registered.startswith("registered 2: 0 resident in 0 bytes, 0 read so far")
+    assert (alpha[:7], beta[:6]) == ("[alpha]", "[beta]")
+    assert asked.startswith("asked: 2 resident")
+    old, new = replaced.split(": ", 1)[1].split(", then ")
+    assert (old, new) == (alpha.removeprefix("[alpha] "), beta.removeprefix("[beta] "))
+    assert unloaded.startswith("unloaded: 0 resident in 0 bytes, 3 read so far")
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,8 @@ pub(crate) struct Worker {
     running: HashMap<RequestId, RunningSequence>,
     /// KV blocks whose memory was given back because adapters took their bytes.
     released: HashSet<BlockId>,
-    /// Bytes of adapters that steps have read.
+    /// Steps, and bytes of adapters that they have read.
+    steps: u64,
     streamed_bytes: u64,
     plan: StepPlan,
     step: LoweredStep,
@@ -63,6 +64,7 @@ impl Worker {
             clock: Instant::now(),
             running: HashMap::new(),
             released: HashSet::new(),
+            steps: 0,
             streamed_bytes: 0,
             plan: StepPlan::default(),
             step,
@@ -174,7 +176,7 @@ impl Worker {
             adapter_reads: self.library.reads,
             loaded_bytes: self.library.loaded_bytes,
             streamed_bytes: self.streamed_bytes,
-            steps: self.plan.step,
+            steps: self.steps,
         }
     }
 
@@ -257,6 +259,7 @@ impl Worker {
     /// The part of a step that allocates nothing once it is steady: forward, greedy sampling, commit.
     fn run_step(&mut self) {
         self.step.lower(&self.plan);
+        self.steps += 1;
         let adapters = self.step.batch.adapters.segments().iter();
         self.streamed_bytes += adapters.map(|adapter| self.library.bytes_in(adapter.slot)).sum::<u64>();
         self.runner.forward(&self.step.batch);
