@@ -14,7 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MANYLORA_REQUIRE_DATA := 1
 SOURCES := $(shell find crates python -type f -not -name '*.so' -not -path '*/__pycache__/*') Cargo.toml Cargo.lock pyproject.toml
 
-.PHONY: demo test test-rust test-python lint docs fuzz bench data clean help
+.PHONY: demo test test-rust test-loom test-python lint docs fuzz bench data clean help
 
 help:
 	@echo "make demo   run one mixed batch of adapters on SmolLM2-135M (sets everything up on first use)"
@@ -40,7 +40,7 @@ $(STAMPS)/tools: $(STAMPS)/venv tests/requirements.txt
 demo: $(STAMPS)/wheel
 	$(BIN)/manylora demo
 
-test: lint test-rust docs test-python fuzz
+test: lint test-rust test-loom docs test-python fuzz
 
 lint: $(STAMPS)/tools
 	$(CARGO) fmt --all --check
@@ -58,6 +58,12 @@ data: $(STAMPS)/tools
 test-rust: data
 	set -a && . ./$(STAMPS)/data && $(CARGO) test --release --workspace --locked
 	$(CARGO) bench --workspace --locked --no-run
+
+# Models of the worker pool, whose threads a checker takes through the orders that they may act in. In a target folder of
+# their own, because the flag changes what everything is built with.
+test-loom:
+	RUSTFLAGS="--cfg loom" $(CARGO) test --release -p manylora-kernels --lib --locked \
+		--target-dir $(or $(CARGO_TARGET_DIR),target)/loom loom_tests
 
 docs: $(STAMPS)/venv
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --release --workspace --no-deps --locked

@@ -271,7 +271,13 @@ LORA = (
         "cost_aware",
         ours=True,
     ),
-    _honoured("loader_threads", 2, Kind.COUNT, "threads that read adapters", ours=True),
+    _honoured(
+        "loader_threads",
+        None,
+        Kind.COUNT,
+        "threads that read adapters; None = one for every four that compute",
+        ours=True,
+    ),
     _honoured(
         "max_deferred_steps",
         256,

@@ -37,7 +37,7 @@ pub(crate) struct Config {
     seed: u64,
     num_threads: Option<usize>,
     pin_threads: bool,
-    loader_threads: usize,
+    loader_threads: Option<usize>,
     max_deferred_steps: u64,
 }
 

@@ -124,8 +124,9 @@ pub struct EngineConfig {
     pub park_threads: bool,
     /// SIMD level by name; None = the best of this processor, or `MANYLORA_SIMD`.
     pub simd: Option<String>,
-    /// Threads that read adapters.
-    pub loader_threads: usize,
+    /// Threads that read adapters. None = one for every four that compute, at least 1 and at most 4: reading takes a core
+    /// from decoding.
+    pub loader_threads: Option<usize>,
     /// Called before an adapter is read.
     pub before_read: Option<ReadHook>,
     /// A waiting adapter that the cap keeps out for this many steps closes admission to others (promise P5).
@@ -166,7 +167,7 @@ impl EngineConfig {
             pin_threads: false,
             park_threads: true,
             simd: None,
-            loader_threads: 2,
+            loader_threads: None,
             before_read: None,
             max_deferred_steps: 256,
         }

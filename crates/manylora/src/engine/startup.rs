@@ -97,6 +97,7 @@ pub(crate) struct Assembled {
     pub(crate) worker: Worker,
     pub(crate) jobs: Receiver<Job>,
     pub(crate) discarded: Receiver<PackedHandle>,
+    loader_threads: usize,
 }
 
 /// Loads the base and puts the engine together.
@@ -115,6 +116,7 @@ pub(crate) fn assemble(config: EngineConfig, progress: &mut dyn FnMut(LoadProgre
         park_threads: config.park_threads,
     })?);
 
+    let compute_threads = backend.pool().threads();
     let sizes = decide_sizes(&config, &spec, &backend, &mut notes)?;
     // Everything that can be refused is refused before the weights are read.
     ControlPlane::new(core_config(&config, &sizes, Digest([0; 32])))?;
@@ -160,6 +162,7 @@ pub(crate) fn assemble(config: EngineConfig, progress: &mut dyn FnMut(LoadProgre
     let (commands, received) = channel();
     let (jobs, ordered) = channel();
     let registry = Arc::new(Registry::default());
+    let loader_threads = config.loader_threads.unwrap_or((compute_threads / 4).clamp(1, 4));
     let reader = Reader { policy: Arc::new(policy), packer: decoder.packer(), hook: config.before_read.clone() };
     let (discards, discarded) = channel();
     let library = Library::new(Arc::clone(&registry), jobs, discards);
@@ -190,7 +193,7 @@ pub(crate) fn assemble(config: EngineConfig, progress: &mut dyn FnMut(LoadProgre
         commands,
         stopped: Arc::new(OnceLock::new()),
     };
-    Ok(Assembled { shared, worker, jobs: ordered, discarded })
+    Ok(Assembled { shared, worker, jobs: ordered, discarded, loader_threads })
 }
 
 fn check_limits(config: &EngineConfig) -> Result<(), EngineError> {
@@ -203,7 +206,7 @@ fn check_limits(config: &EngineConfig) -> Result<(), EngineError> {
         ("max_loras", config.max_loras.unwrap_or(1)),
         ("max_cpu_loras", config.max_cpu_loras.unwrap_or(1)),
         ("num_threads", config.num_threads.unwrap_or(1)),
-        ("loader_threads", config.loader_threads),
+        ("loader_threads", config.loader_threads.unwrap_or(1)),
     ];
     for (name, value) in positive {
         if value == 0 || value > LARGEST_COUNT {
@@ -408,9 +411,9 @@ fn core_config(config: &EngineConfig, sizes: &Sizes, base_digest: Digest) -> Cor
 }
 
 fn spawn(assembled: Assembled) -> Result<(EngineHandle, Vec<JoinHandle<()>>), EngineError> {
-    let Assembled { shared, mut worker, jobs, discarded } = assembled;
+    let Assembled { shared, mut worker, jobs, discarded, loader_threads } = assembled;
     let jobs = Arc::new(Mutex::new(jobs));
-    let mut threads = (0..shared.config.loader_threads)
+    let mut threads = (0..loader_threads)
         .map(|_| {
             let (jobs, commands, reader) = (Arc::clone(&jobs), shared.commands.clone(), shared.reader.clone());
             thread("manylora-loader", move || loader::run(&jobs, &commands, &reader))

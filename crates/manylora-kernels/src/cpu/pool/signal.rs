@@ -1,11 +1,15 @@
 //! A word that threads wait on: spinning for a while, then parked.
-#![expect(unsafe_code, reason = "parks on a futex")]
+#![cfg_attr(all(target_os = "linux", not(all(loom, test))), expect(unsafe_code, reason = "parks on a futex"))]
 
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU32, Ordering};
-#[cfg(not(target_os = "linux"))]
-use std::sync::{Mutex, PoisonError};
+#[cfg(any(not(target_os = "linux"), all(loom, test)))]
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
+
+use super::sync::{AtomicU32, fence_of_model, spin_loop};
+#[cfg(any(not(target_os = "linux"), all(loom, test)))]
+use super::sync::{Condvar, Mutex};
 
 /// How long a thread spins before it parks.
 pub(super) const SPIN: Duration = Duration::from_micros(50);
@@ -15,18 +19,18 @@ pub(super) const SPIN: Duration = Duration::from_micros(50);
 pub(super) struct Signal {
     pub(super) value: AtomicU32,
     sleepers: AtomicU32,
-    #[cfg(not(target_os = "linux"))]
-    gate: (Mutex<()>, std::sync::Condvar),
+    #[cfg(any(not(target_os = "linux"), all(loom, test)))]
+    gate: (Mutex<()>, Condvar),
 }
 
 impl Signal {
     /// With a first value.
-    pub(super) const fn new(value: u32) -> Self {
+    pub(super) fn new(value: u32) -> Self {
         Self {
             value: AtomicU32::new(value),
             sleepers: AtomicU32::new(0),
-            #[cfg(not(target_os = "linux"))]
-            gate: (Mutex::new(()), std::sync::Condvar::new()),
+            #[cfg(any(not(target_os = "linux"), all(loom, test)))]
+            gate: (Mutex::new(()), Condvar::new()),
         }
     }
 
@@ -48,7 +52,7 @@ impl Signal {
                 Some(count) => *count -= 1,
                 None => {}
             }
-            std::hint::spin_loop();
+            spin_loop();
         }
     }
 
@@ -71,6 +75,7 @@ impl Signal {
         let start = Instant::now();
         // Sequentially consistent on both sides: either the sleeper sees the new value or the waker sees the sleeper.
         self.sleepers.fetch_add(1, Ordering::SeqCst);
+        fence_of_model();
         let result = loop {
             let value = self.value.load(Ordering::SeqCst);
             if value != seen {
@@ -88,12 +93,13 @@ impl Signal {
 
     /// Wakes the sleepers, if there are any, after the value was changed (sequentially consistent).
     pub(super) fn wake(&self) {
+        fence_of_model();
         if self.sleepers.load(Ordering::SeqCst) != 0 {
             self.wake_sleepers();
         }
     }
 
-    #[cfg(target_os = "linux")]
+    #[cfg(all(target_os = "linux", not(all(loom, test))))]
     fn sleep(&self, seen: u32, limit: Option<Duration>) {
         let limit = limit.map(|limit| libc::timespec {
             tv_sec: limit.as_secs() as libc::time_t,
@@ -111,7 +117,7 @@ impl Signal {
         }
     }
 
-    #[cfg(target_os = "linux")]
+    #[cfg(all(target_os = "linux", not(all(loom, test))))]
     #[cold]
     fn wake_sleepers(&self) {
         // SAFETY: the word outlives the call.
@@ -120,7 +126,7 @@ impl Signal {
         }
     }
 
-    #[cfg(not(target_os = "linux"))]
+    #[cfg(any(not(target_os = "linux"), all(loom, test)))]
     fn sleep(&self, seen: u32, limit: Option<Duration>) {
         let guard = self.gate.0.lock().unwrap_or_else(PoisonError::into_inner);
         if self.value.load(Ordering::SeqCst) == seen {
@@ -130,7 +136,7 @@ impl Signal {
         }
     }
 
-    #[cfg(not(target_os = "linux"))]
+    #[cfg(any(not(target_os = "linux"), all(loom, test)))]
     #[cold]
     fn wake_sleepers(&self) {
         drop(self.gate.0.lock().unwrap_or_else(PoisonError::into_inner));
@@ -149,7 +155,7 @@ pub(super) fn calibrated_spins() -> u32 {
             let start = Instant::now();
             for _ in 0..TRIAL {
                 std::hint::black_box(signal.value.load(Ordering::Acquire));
-                std::hint::spin_loop();
+                spin_loop();
             }
             start.elapsed()
         });
