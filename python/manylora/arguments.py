@@ -275,7 +275,7 @@ LORA = (
         "loader_threads",
         None,
         Kind.COUNT,
-        "threads that read adapters; None = one for every four that compute",
+        "threads that read adapters; None = 2, or one for every four that compute, up to 4",
         ours=True,
     ),
     _honoured(

@@ -25,7 +25,7 @@ pub(crate) fn run(bench: &mut Bench) -> Result<(), Box<dyn Error>> {
         let engine = bench.engine(|_| {})?;
         engine.register_adapter(sources[0].clone())?.report.bytes
     };
-    let start = |count: usize| -> Result<Engine, Box<dyn Error>> {
+    let start = |bench: &Bench, count: usize| -> Result<Engine, Box<dyn Error>> {
         let engine = bench.engine(|config| {
             config.lora_memory_bytes = Some(bytes * ROOM as u64);
             config.max_num_seqs = SEQUENCES;
@@ -36,18 +36,11 @@ pub(crate) fn run(bench: &mut Bench) -> Result<(), Box<dyn Error>> {
         }
         Ok(engine)
     };
-    let rate = capacity(&start(ROOM)?, &sources[..ROOM])?;
+    let rate = capacity(&start(bench, ROOM)?, &sources[..ROOM])?;
     bench.result("8 adapters: requests per second at full load", rate);
     let mut medians = Vec::new();
     for count in [ROOM, 2 * ROOM] {
-        let engine = bench.engine(|config| {
-            config.lora_memory_bytes = Some(bytes * ROOM as u64);
-            config.max_num_seqs = SEQUENCES;
-            config.enable_prefix_caching = false;
-        })?;
-        for source in &sources[..count] {
-            engine.load_adapter(source.clone())?;
-        }
+        let engine = start(bench, count)?;
         let before = engine.stats()?;
         let served = serve(&engine, arrivals(&sources[..count], LOAD * rate))?;
         let after = engine.stats()?;

@@ -124,8 +124,8 @@ pub struct EngineConfig {
     pub park_threads: bool,
     /// SIMD level by name; None = the best of this processor, or `MANYLORA_SIMD`.
     pub simd: Option<String>,
-    /// Threads that read adapters. None = one for every four that compute, at least 1 and at most 4: reading takes a core
-    /// from decoding.
+    /// Threads that read adapters. None = one for every four that compute, at least 2 and at most 4: reading takes a core
+    /// from decoding, and one slow read must not hold up the others.
     pub loader_threads: Option<usize>,
     /// Called before an adapter is read.
     pub before_read: Option<ReadHook>,

@@ -2,30 +2,10 @@
 
 mod common;
 
-use std::collections::BTreeMap;
-use std::fs;
 use std::sync::Arc;
 
-use common::{Answer, Oracle, adapter_path, answers, engine, greedy, load, request};
-use manylora::model::adapter::MemoryTensor;
+use common::{Answer, Oracle, adapter_path, answers, engine, greedy, in_memory, load, request};
 use manylora::{AdapterOrigin, AdapterSource, Engine, EngineError};
-use safetensors::SafeTensors;
-
-/// An adapter of the oracle, read by hand.
-fn in_memory(oracle: &Oracle, adapter: &str, name: &str) -> AdapterSource {
-    let folder = adapter_path(oracle, adapter);
-    let config = fs::read(folder.join("adapter_config.json")).expect("the configuration");
-    let file = fs::read(folder.join("adapter_model.safetensors")).expect("the tensors");
-    let tensors: BTreeMap<String, MemoryTensor> = SafeTensors::deserialize(&file)
-        .expect("a good file")
-        .iter()
-        .map(|(key, view)| {
-            let (shape, dtype, bytes) = (view.shape().to_vec(), view.dtype(), view.data().to_vec());
-            (key.to_owned(), MemoryTensor { shape, dtype, bytes })
-        })
-        .collect();
-    AdapterSource::memory(name, serde_json::from_slice(&config).expect("JSON"), tensors)
-}
 
 fn answer(engine: &Engine, oracle: &Oracle, adapter: &str) -> Answer {
     answers(engine, vec![request(&oracle.prompt("mid"), Some(adapter), greedy(6))]).remove(0)
@@ -53,7 +33,7 @@ fn tensors_in_memory_are_the_version_that_the_folder_holds() {
 fn the_engine_drops_given_tensors() {
     let oracle = Oracle::open("llama");
     let engine = engine(&oracle, |_| {});
-    let source = in_memory(&oracle, "beta", "given");
+    let source = in_memory(&oracle, "given", "beta");
     let AdapterOrigin::Memory(Some(tensors)) = source.origin.clone() else { panic!("it has tensors") };
     engine.load_adapter(source).expect("it loads");
     assert_eq!(Arc::strong_count(&tensors), 1);
@@ -63,13 +43,13 @@ fn the_engine_drops_given_tensors() {
 fn other_content_under_a_given_name_is_a_conflict_that_says_where_it_came_from() {
     let oracle = Oracle::open("llama");
     let engine = engine(&oracle, |_| {});
-    engine.load_adapter(in_memory(&oracle, "alpha", "x")).expect("it loads");
+    engine.load_adapter(in_memory(&oracle, "x", "alpha")).expect("it loads");
     let before = answer(&engine, &oracle, "x");
-    let error = engine.load_adapter(in_memory(&oracle, "beta", "x")).expect_err("other content");
+    let error = engine.load_adapter(in_memory(&oracle, "x", "beta")).expect_err("other content");
     assert!(matches!(&error, EngineError::AdapterConflict { existing, .. } if existing == "x"), "{error}");
     assert!(error.to_string().contains("`x` of tensors in memory"), "{error}");
     assert_eq!(answer(&engine, &oracle, "x"), before);
-    let other = AdapterSource { replace: true, ..in_memory(&oracle, "beta", "x") };
+    let other = AdapterSource { replace: true, ..in_memory(&oracle, "x", "beta") };
     engine.load_adapter(other).expect("a replacement");
     load(&engine, &oracle, &["beta"]);
     assert_eq!(answer(&engine, &oracle, "x"), answer(&engine, &oracle, "beta"));

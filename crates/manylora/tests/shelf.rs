@@ -3,7 +3,7 @@
 
 mod common;
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::HashSet;
 use std::fs;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,13 +11,11 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Barrier, Mutex};
 use std::time::Duration;
 
-use common::{Answer, Oracle, adapter_path, answers, engine, greedy, load, oracle_root, request};
-use manylora::model::adapter::MemoryTensor;
+use common::{Answer, Oracle, adapter_path, answers, engine, greedy, in_memory, load, oracle_root, request};
 use manylora::{
     AdapterOrigin, AdapterSource, Digest, Engine, EngineError, FinishReason, ReadHook, SchedulingPolicy, Share,
     UnloadMode,
 };
-use safetensors::SafeTensors;
 
 fn answer(engine: &Engine, oracle: &Oracle, adapter: Option<&str>) -> Answer {
     answers(engine, vec![request(&oracle.prompt("mid"), adapter, greedy(6))]).remove(0)
@@ -25,21 +23,6 @@ fn answer(engine: &Engine, oracle: &Oracle, adapter: Option<&str>) -> Answer {
 
 fn source(oracle: &Oracle, name: &str, adapter: &str) -> AdapterSource {
     AdapterSource::directory(name, adapter_path(oracle, adapter))
-}
-
-fn in_memory(oracle: &Oracle, name: &str, adapter: &str) -> AdapterSource {
-    let folder = adapter_path(oracle, adapter);
-    let config = fs::read(folder.join("adapter_config.json")).expect("the configuration");
-    let file = fs::read(folder.join("adapter_model.safetensors")).expect("the tensors");
-    let tensors: BTreeMap<String, MemoryTensor> = SafeTensors::deserialize(&file)
-        .expect("a good file")
-        .iter()
-        .map(|(key, view)| {
-            let (shape, dtype, bytes) = (view.shape().to_vec(), view.dtype(), view.data().to_vec());
-            (key.to_owned(), MemoryTensor { shape, dtype, bytes })
-        })
-        .collect();
-    AdapterSource::memory(name, serde_json::from_slice(&config).expect("JSON"), tensors)
 }
 
 fn copy(from: &Path, to: &Path) {

@@ -162,7 +162,7 @@ pub(crate) fn assemble(config: EngineConfig, progress: &mut dyn FnMut(LoadProgre
     let (commands, received) = channel();
     let (jobs, ordered) = channel();
     let registry = Arc::new(Registry::default());
-    let loader_threads = config.loader_threads.unwrap_or((compute_threads / 4).clamp(1, 4));
+    let loader_threads = config.loader_threads.unwrap_or((compute_threads / 4).clamp(2, 4));
     let reader = Reader { policy: Arc::new(policy), packer: decoder.packer(), hook: config.before_read.clone() };
     let (discards, discarded) = channel();
     let library = Library::new(Arc::clone(&registry), jobs, discards);

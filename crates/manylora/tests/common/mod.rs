@@ -11,10 +11,14 @@
 #[path = "../../../manylora-model/tests/harness/mod.rs"]
 mod harness;
 
+use std::collections::BTreeMap;
+use std::fs;
 use std::path::PathBuf;
 
 use manylora::engine::Logits;
+use manylora::model::adapter::MemoryTensor;
 use manylora::{AdapterSource, DType, Engine, EngineConfig, EngineHandle, GenerateRequest, SamplingParams};
+use safetensors::SafeTensors;
 
 pub use harness::{NEAR_TIE, Oracle, TOLERANCE, oracle_root, positions};
 
@@ -40,6 +44,22 @@ pub fn load(engine: &EngineHandle, oracle: &Oracle, names: &[&str]) {
     for name in names {
         engine.load_adapter(AdapterSource::directory(*name, adapter_path(oracle, name))).expect("the adapter loads");
     }
+}
+
+/// An adapter of the oracle under a name, read by hand and given in memory.
+pub fn in_memory(oracle: &Oracle, name: &str, adapter: &str) -> AdapterSource {
+    let folder = adapter_path(oracle, adapter);
+    let config = fs::read(folder.join("adapter_config.json")).expect("the configuration");
+    let file = fs::read(folder.join("adapter_model.safetensors")).expect("the tensors");
+    let tensors: BTreeMap<String, MemoryTensor> = SafeTensors::deserialize(&file)
+        .expect("a good file")
+        .iter()
+        .map(|(key, view)| {
+            let (shape, dtype, bytes) = (view.shape().to_vec(), view.dtype(), view.data().to_vec());
+            (key.to_owned(), MemoryTensor { shape, dtype, bytes })
+        })
+        .collect();
+    AdapterSource::memory(name, serde_json::from_slice(&config).expect("JSON"), tensors)
 }
 
 /// Compares the stored rows of a prompt's logits.
