@@ -45,18 +45,23 @@ impl Batch<'_> {
         // Prompts differ from each other and from round to round: no prefix is found in a cache.
         let prompt: Vec<u32> =
             (0..self.prompt).map(|at| ((at * 131 + row * 7919 + round * 104_729) % 40_000) as u32 + 1).collect();
-        let params = SamplingParams {
-            temperature: 0.0,
-            max_tokens: Some(tokens),
-            ignore_eos: true,
-            detokenize: false,
-            ..SamplingParams::default()
-        };
-        let request = GenerateRequest::tokens(prompt).params(params);
-        match (self.adapter)(row) {
-            Some(name) => request.adapter(name),
-            None => request,
-        }
+        greedy_request(prompt, tokens, (self.adapter)(row).as_deref())
+    }
+}
+
+/// A request for exactly `tokens` greedy tokens, without text.
+pub fn greedy_request(prompt: Vec<u32>, tokens: usize, adapter: Option<&str>) -> GenerateRequest {
+    let params = SamplingParams {
+        temperature: 0.0,
+        max_tokens: Some(tokens),
+        ignore_eos: true,
+        detokenize: false,
+        ..SamplingParams::default()
+    };
+    let request = GenerateRequest::tokens(prompt).params(params);
+    match adapter {
+        Some(name) => request.adapter(name),
+        None => request,
     }
 }
 

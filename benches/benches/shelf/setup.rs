@@ -4,7 +4,8 @@ use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use manylora::{AdapterSource, Engine, EngineConfig, GenerateRequest, SamplingParams};
+use manylora::{AdapterSource, Engine, EngineConfig, GenerateRequest};
+use manylora_benches::decode::greedy_request;
 use manylora_benches::synthetic::{self, Shape};
 use serde_json::{Map, Value};
 
@@ -96,18 +97,7 @@ pub(crate) const ALL: [&str; 7] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate
 pub(crate) fn request(number: u64, input: usize, output: usize, adapter: Option<&str>) -> GenerateRequest {
     let token = |at: usize| (at as u64 * 131 + number * 7919) % 40_000 + 1;
     let prompt: Vec<u32> = (0..input).map(|at| token(at) as u32).collect();
-    let params = SamplingParams {
-        temperature: 0.0,
-        max_tokens: Some(output),
-        ignore_eos: true,
-        detokenize: false,
-        ..SamplingParams::default()
-    };
-    let request = GenerateRequest::tokens(prompt).params(params);
-    match adapter {
-        Some(name) => request.adapter(name),
-        None => request,
-    }
+    greedy_request(prompt, output, adapter)
 }
 
 /// Pseudo-random numbers, the same on every run.
