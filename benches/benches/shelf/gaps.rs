@@ -34,7 +34,7 @@ pub(crate) fn run(bench: &mut Bench) -> Result<(), Box<dyn Error>> {
         (0..STREAMS).map(one).collect::<Vec<_>>()
     };
     let quiet = serve(&engine, requests(0))?;
-    report(bench, "nothing loads", &quiet);
+    let undisturbed = report(bench, "nothing loads", &quiet, None);
     for (what, slow) in [("adapters load all the time", false), ("adapters load, each read slowed by 500 ms", true)] {
         slowed.store(slow, Ordering::Relaxed);
         let (stop, loads) = (AtomicBool::new(false), AtomicU64::new(0));
@@ -52,13 +52,14 @@ pub(crate) fn run(bench: &mut Bench) -> Result<(), Box<dyn Error>> {
             stop.store(true, Ordering::Relaxed);
             served
         })?;
-        report(bench, what, &served);
+        report(bench, what, &served, Some(undisturbed));
         bench.result(&format!("{what}: adapters loaded meanwhile"), loads.into_inner() as f64);
     }
     Ok(())
 }
 
-fn report(bench: &mut Bench, what: &str, served: &[Served]) {
+/// Prints what the gaps were, and returns their median; `undisturbed` is that of the run without loads.
+fn report(bench: &mut Bench, what: &str, served: &[Served], undisturbed: Option<f64>) -> f64 {
     // The first gap may hold the rest of the other prompts: steps with prefill are another class.
     let mut gaps: Vec<f64> =
         served.iter().flat_map(|served| served.gaps.iter().skip(4)).map(|gap| 1e3 * gap.as_secs_f64()).collect();
@@ -66,5 +67,10 @@ fn report(bench: &mut Bench, what: &str, served: &[Served]) {
     let middle = median(gaps.iter().copied());
     bench.result(&format!("{what}: median gap between tokens, ms"), middle);
     bench.result(&format!("{what}: 99.9th percentile of the gaps / median"), gaps[gaps.len() * 999 / 1000] / middle);
-    bench.result(&format!("{what}: largest gap / median"), gaps[gaps.len() - 1] / middle);
+    let largest = gaps[gaps.len() - 1];
+    bench.result(&format!("{what}: largest gap / median"), largest / middle);
+    if let Some(undisturbed) = undisturbed {
+        bench.result(&format!("{what}: largest gap / median when nothing loads"), largest / undisturbed);
+    }
+    middle
 }

@@ -39,6 +39,7 @@ impl Bench {
             eviction,
             base_digest: Digest([1; 32]),
             max_deferred_steps: 1_000,
+            max_loading: None,
         })?;
         Ok(Self { core, plan: StepPlan::default(), outcome: StepOutcome::default(), requests: 0, loads: 0 })
     }

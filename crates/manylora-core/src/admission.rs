@@ -261,7 +261,7 @@ impl Scheduler {
                 }
             };
             end = order;
-            let rows = self.take_start(index, budget, memory, effects);
+            let rows = self.take_start(index, (order, budget), memory, effects);
             if rows == 0 {
                 break;
             }
@@ -304,10 +304,11 @@ impl Scheduler {
     }
 
     /// Takes the KV blocks that a request starts with, cached ones where there are; returns its rows, 0 if it must wait.
+    /// Adapters of requests further back than `order` may go for it.
     fn take_start(
         &mut self,
         index: RequestIndex,
-        budget: usize,
+        (order, budget): (Order, usize),
         memory: &mut Memory,
         effects: &mut Vec<Effect>,
     ) -> usize {
@@ -334,13 +335,14 @@ impl Scheduler {
         let allowed = self
             .saving_for
             .is_none_or(|adapter_bytes| memory.pool.held() + needed <= memory.ledger.blocks_beside(adapter_bytes));
-        if !whole || !allowed || !memory.free_blocks(needed, effects) {
+        if !whole || !allowed || !self.free_blocks(needed, order, memory, effects) {
             let request = &mut self.requests[index];
             while let Some(block) = request.blocks.pop() {
                 memory.pool.free(block);
             }
             return 0;
         }
+        let request = &mut self.requests[index];
         request.computed = cached;
         request.committed = cached;
         request.named = request.blocks.len();

@@ -64,6 +64,10 @@ pub struct CoreConfig {
     /// A waiting adapter that the cap on distinct adapters keeps out for this many steps closes admission to others
     /// until it has its turn (promise P5).
     pub max_deferred_steps: u64,
+    /// Loads for waiting requests that are under way at once: what the loader has its hands full with. More would take
+    /// bytes long before they are read, and could not give them back to whoever is ahead. None = unbounded.
+    #[serde(default)]
+    pub max_loading: Option<usize>,
 }
 
 impl CoreConfig {
@@ -78,6 +82,7 @@ impl CoreConfig {
             ("the bytes of a KV block", self.block_bytes),
             ("max_loras", self.max_loras.map_or(1, |limit| limit as u64)),
             ("max_cpu_loras", self.max_cpu_loras.map_or(1, |limit| limit as u64)),
+            ("max_loading", self.max_loading.map_or(1, |limit| limit as u64)),
         ];
         if let Some((name, value)) = positive.iter().find(|(_, value)| *value == 0) {
             return refuse(format!("{name} (`{value}`) must be at least 1."));

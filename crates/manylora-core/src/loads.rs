@@ -1,8 +1,11 @@
 //! What is read when: loads that waiting requests need, in the order in which the requests may start, then those that were
 //! asked for ahead of any request.
 //!
-//! A load is ordered as soon as there is room for it. It may evict what nobody holds; then what only requests further back
-//! in the queue wait for, the last of them first. Never evicted for a load are versions that the overdue lane needs
+//! A load is ordered as soon as there is room for it and the loader has a hand free (`max_loading`). It may evict what nobody holds; then what only requests further back
+//! in the queue wait for, the last of them first. Reading ahead must not slow down what runs: a load leaves one KV block
+//! for every running sequence, and once as many adapters wait for their requests as requests can run together, it leaves
+//! all that the running ones can come to need. Should they need more than is left, what was read ahead goes again, for
+//! the requests furthest back first ([`Scheduler::free_blocks`]), before anybody is preempted. Never evicted for a load are versions that the overdue lane needs
 //! ([`crate::admission`]), and what [`crate::shelf`] says must stay.
 //!
 //! Should nothing run at all while somebody overdue waits for room, nobody is kept out for its sake in that step, so that
@@ -114,7 +117,7 @@ impl Scheduler {
         let victims = |keep| Victims::Queued { queue: &self.queue, behind: Order::FIRST, keep };
         match overdue {
             Overdue::Lane(lane) if self.queue.is_cold(lane) => {
-                match order_lane(lane, &self.queue, victims(Some(lane)), memory, effects) {
+                match order_lane(lane, &self.queue, (victims(Some(lane)), 0), memory, effects) {
                     Ok(()) => None,
                     Err(Lack::Now(shortage)) => Some(shortage),
                     Err(Lack::Ever(message)) => {
@@ -125,7 +128,7 @@ impl Scheduler {
             }
             // Whether it can ever fit is asked in `order_wanted`.
             Overdue::Wanted(id) if !memory.is_coming(id) && memory.check_wanted(id).is_ok() => {
-                memory.order_load(id, victims(None), effects).err()
+                memory.order_load(id, (victims(None), 0), effects).err()
             }
             _ => None,
         }
@@ -145,9 +148,15 @@ impl Scheduler {
         };
         // Whoever comes later may evict less, so what was too large stays too large.
         let mut too_large = u64::MAX;
+        let waiting = memory.shelf.queued(memory.settled).count();
+        let for_nobody = memory.wanted.keys().filter(|id| memory.is_loading(**id)).count();
+        let most = self.config.max_loading.map_or(usize::MAX, |most| most.saturating_add(for_nobody));
         for (order, lane) in self.queue.lanes_in(Class::Cold) {
             if Some(lane) == keep {
                 continue;
+            }
+            if memory.shelf.loading_count >= most {
+                return;
             }
             memory.looks += 1;
             let missing = self.queue.lane(lane).adapters.iter().map(|adapter| adapter.registration);
@@ -157,7 +166,8 @@ impl Scheduler {
             let lack = if least >= too_large {
                 Lack::Now(Shortage::Bytes)
             } else {
-                match order_lane(lane, &self.queue, victims, memory, effects) {
+                let ahead = waiting + memory.shelf.loading_count;
+                match order_lane(lane, &self.queue, (victims, self.kept_blocks(ahead, memory)), memory, effects) {
                     Ok(()) => continue,
                     Err(lack) => lack,
                 }
@@ -178,19 +188,46 @@ impl Scheduler {
     /// Orders the loads of what is wanted without a request, unless requests wait for room.
     fn order_wanted(&mut self, must_wait: bool, memory: &mut Memory, effects: &mut Vec<Effect>) {
         let ids: Vec<_> = memory.wanted.keys().copied().collect();
+        let kept = self.kept_blocks(0, memory);
         for id in ids {
             if memory.is_coming(id) {
                 continue;
             }
             if let Err(message) = memory.check_wanted(id) {
                 memory.fail_wanted(id, message, effects);
-            } else if must_wait || memory.order_load(id, Victims::Idle, effects).is_err() {
+            } else if must_wait || memory.order_load(id, (Victims::Idle, kept), effects).is_err() {
                 self.wanted_blocked = true;
                 if let Some(want) = memory.wanted.get_mut(&id) {
                     want.since.get_or_insert(self.next_step);
                 }
             }
         }
+    }
+
+    /// KV blocks that a load must leave, held ones included, when so many adapters wait or are read for waiting requests.
+    fn kept_blocks(&self, ahead: usize, memory: &Memory) -> usize {
+        let least = memory.pool.held() + self.running.len();
+        if ahead < self.config.max_num_seqs { least } else { least.max(self.reserved_blocks) }
+    }
+
+    /// Makes at least `blocks` KV blocks available by evicting adapters that nobody holds, then those that only requests
+    /// further back than `behind` wait for, the last of them first, but for what an overdue lane needs. Evicts nothing if
+    /// that would not be enough.
+    pub(crate) fn free_blocks(
+        &self,
+        blocks: usize,
+        behind: Order,
+        memory: &mut Memory,
+        effects: &mut Vec<Effect>,
+    ) -> bool {
+        if memory.pool.available() >= blocks {
+            return true;
+        }
+        let keep = match self.overdue(memory) {
+            Some(Overdue::Lane(lane)) => Some(lane),
+            _ => None,
+        };
+        memory.free_blocks(blocks, Victims::Queued { queue: &self.queue, behind, keep }, effects)
     }
 
     /// Nothing could be planned. If that can never change, because those that wait hold superseded versions and want the
@@ -223,7 +260,7 @@ impl Scheduler {
 fn order_lane(
     lane: LaneIndex,
     queue: &Queue,
-    victims: Victims<'_>,
+    (victims, keep_blocks): (Victims<'_>, usize),
     memory: &mut Memory,
     effects: &mut Vec<Effect>,
 ) -> Result<(), Lack> {
@@ -232,7 +269,7 @@ fn order_lane(
     let mut lack = Ok(());
     for id in ids() {
         if !memory.is_coming(id) {
-            lack = lack.and(memory.order_load(id, victims, effects).map_err(Lack::Now));
+            lack = lack.and(memory.order_load(id, (victims, keep_blocks), effects).map_err(Lack::Now));
         }
     }
     lack

@@ -27,7 +27,7 @@ pub(crate) enum Shortage {
     Blocks(u64),
 }
 
-/// What may be evicted for a load.
+/// What may be evicted for a load, or for KV blocks.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Victims<'a> {
     /// What nobody holds.
@@ -84,6 +84,7 @@ pub(crate) struct Memory {
     pub(crate) looks: u64,
     max_model_len: usize,
     victims: Vec<VersionIndex>,
+    queued_victims: Vec<(Order, VersionIndex)>,
 }
 
 impl Memory {
@@ -106,6 +107,7 @@ impl Memory {
             looks: 0,
             max_model_len: config.max_model_len,
             victims: Vec::new(),
+            queued_victims: Vec::new(),
         }
     }
 
@@ -152,62 +154,80 @@ impl Memory {
     }
 
     /// Makes room for one more adapter, evicting as little as the order of victims allows; evicts nothing if that would not
-    /// be enough.
+    /// be enough. At least `keep_blocks` KV blocks stay, held or free.
     fn make_room(
         &mut self,
         id: RegistrationId,
         (bytes, places): (u64, usize),
-        victims: Victims<'_>,
+        (victims, keep_blocks): (Victims<'_>, usize),
         effects: &mut Vec<Effect>,
     ) -> Result<(), Shortage> {
         let spared = self.spared_for(id);
-        let mut chosen = std::mem::take(&mut self.victims);
+        let room = |memory: &Self, freed, evicted| memory.room_after((bytes, places), freed, evicted, keep_blocks);
+        self.evict_until(victims, spared, effects, room)
+    }
+
+    /// Evicts victims in their order until there is `room` with so many bytes freed and adapters evicted; none, if that
+    /// would not be enough.
+    fn evict_until(
+        &mut self,
+        victims: Victims<'_>,
+        spared: Option<VersionIndex>,
+        effects: &mut Vec<Effect>,
+        room: impl Fn(&Self, u64, usize) -> Result<(), Shortage>,
+    ) -> Result<(), Shortage> {
+        let (mut chosen, mut queued) = (std::mem::take(&mut self.victims), std::mem::take(&mut self.queued_victims));
         chosen.clear();
-        let mut freed = 0;
-        let mut result = self.room_after(bytes, places, freed, 0);
-        let idle = self.shelf.idle(self.settled).filter(|&index| Some(index) != spared);
-        for index in idle {
+        queued.clear();
+        let (mut freed, mut result) = (0, room(self, 0, 0));
+        let mut choose = |index| {
+            chosen.push(index);
+            freed += self.shelf.version(index).bytes;
+            room(self, freed, chosen.len())
+        };
+        for index in self.shelf.idle(self.settled).filter(|&index| Some(index) != spared) {
             if result.is_ok() {
                 break;
             }
-            chosen.push(index);
-            freed += self.shelf.version(index).bytes;
-            result = self.room_after(bytes, places, freed, chosen.len());
+            result = choose(index);
         }
         if let (Err(_), Victims::Queued { queue, behind, keep }) = (result, victims) {
-            let queued = self
+            let may_go = self
                 .shelf
                 .queued(self.settled)
                 .filter(|&index| Some(index) != spared && !keep.is_some_and(|lane| queue.needs(lane, index)));
-            let queued = queued.filter_map(|index| Some((queue.order_of_version(index)?, index)));
-            let mut queued: Vec<_> = queued.filter(|&(order, _)| order > behind).collect();
+            let ordered = may_go.filter_map(|index| Some((queue.order_of_version(index)?, index)));
+            queued.extend(ordered.filter(|&(order, _)| order > behind));
             queued.sort_unstable();
-            self.looks += queued.len() as u64;
-            for (_, index) in queued.into_iter().rev() {
+            for &(_, index) in queued.iter().rev() {
                 if result.is_ok() {
                     break;
                 }
-                chosen.push(index);
-                freed += self.shelf.version(index).bytes;
-                result = self.room_after(bytes, places, freed, chosen.len());
+                result = choose(index);
             }
         }
-        self.looks += chosen.len() as u64;
+        self.looks += (queued.len() + chosen.len()) as u64;
         if result.is_ok() {
             self.evict_chosen(&chosen, effects);
         }
-        self.victims = chosen;
+        (self.victims, self.queued_victims) = (chosen, queued);
         result
     }
 
-    fn room_after(&self, bytes: u64, places: usize, freed: u64, evicted: usize) -> Result<(), Shortage> {
+    fn room_after(
+        &self,
+        (bytes, places): (u64, usize),
+        freed: u64,
+        evicted: usize,
+        keep_blocks: usize,
+    ) -> Result<(), Shortage> {
         let total = (self.adapter_bytes() - freed).saturating_add(bytes);
         let taken = self.shelf.places + self.shelf.loading_places + places - evicted;
         if places > 0 && self.max_resident.is_some_and(|most| taken > most) {
             Err(Shortage::Places)
         } else if total > self.adapter_room {
             Err(Shortage::Bytes)
-        } else if self.ledger.blocks_beside(total) < self.pool.held() {
+        } else if self.ledger.blocks_beside(total) < keep_blocks.max(self.pool.held()) {
             Err(Shortage::Blocks(total))
         } else {
             Ok(())
@@ -238,42 +258,30 @@ impl Memory {
         debug_assert!(done, "room was made before bytes were taken");
     }
 
-    /// Makes at least `blocks` blocks available by evicting adapters that nobody holds; evicts nothing if that would not
-    /// be enough.
-    pub(crate) fn free_blocks(&mut self, blocks: usize, effects: &mut Vec<Effect>) -> bool {
+    /// Makes at least `blocks` blocks available by evicting adapters; evicts nothing if that would not be enough.
+    pub(crate) fn free_blocks(&mut self, blocks: usize, victims: Victims<'_>, effects: &mut Vec<Effect>) -> bool {
         if self.pool.available() >= blocks {
             return true;
         }
-        let mut chosen = std::mem::take(&mut self.victims);
-        chosen.clear();
         let (needed, bytes) = (self.pool.held() + blocks, self.adapter_bytes());
-        let (mut freed, mut enough) = (0, false);
-        for index in self.shelf.idle(self.settled) {
-            chosen.push(index);
-            freed += self.shelf.version(index).bytes;
-            enough = self.ledger.blocks_beside(bytes - freed) >= needed;
-            if enough {
-                break;
-            }
-        }
-        self.looks += chosen.len() as u64;
-        if enough {
-            self.evict_chosen(&chosen, effects);
-        }
-        self.victims = chosen;
-        enough
+        let room = |memory: &Self, freed, _| match memory.ledger.blocks_beside(bytes - freed) >= needed {
+            true => Ok(()),
+            false => Err(Shortage::Blocks(bytes)),
+        };
+        self.evict_until(victims, None, effects, room).is_ok()
     }
 
-    /// Orders the load of a registration that is neither resident nor loading, setting its bytes and its place aside.
+    /// Orders the load of a registration that is neither resident nor loading, setting its bytes and its place aside. At
+    /// least `keep_blocks` KV blocks stay, held or free.
     pub(crate) fn order_load(
         &mut self,
         id: RegistrationId,
-        victims: Victims<'_>,
+        (victims, keep_blocks): (Victims<'_>, usize),
         effects: &mut Vec<Effect>,
     ) -> Result<(), Shortage> {
         let bytes = self.shelf.bytes_of(id);
         let places = self.places_for(id, self.shelf.version_of(id));
-        self.make_room(id, (bytes, places), victims, effects)?;
+        self.make_room(id, (bytes, places), (victims, keep_blocks), effects)?;
         let Some(registration) = self.shelf.registrations.get_mut(&id) else { return Ok(()) };
         registration.loading = Some((bytes, places));
         let version = registration.version;
@@ -295,6 +303,11 @@ impl Memory {
             self.shelf.version_mut(version).loading = loading;
             self.shelf.stale.push(Stale::Version(version));
         }
+    }
+
+    /// Whether a registration is being read.
+    pub(crate) fn is_loading(&self, id: RegistrationId) -> bool {
+        self.shelf.registrations.get(&id).is_some_and(|registration| registration.loading.is_some())
     }
 
     /// Whether the content of a registration is resident or on its way.
@@ -362,7 +375,7 @@ impl Memory {
         // Nothing is protected from a load whose content is larger than announced but what is in use.
         let victims = Victims::Queued { queue, behind: Order::FIRST, keep: None };
         let more = (if resident { 0 } else { loaded.bytes }, self.places_for(id, index));
-        if (!resident || revived) && self.make_room(id, more, victims, effects).is_err() {
+        if (!resident || revived) && self.make_room(id, more, (victims, 0), effects).is_err() {
             return Err(format!(
                 "its content takes `{}` bytes, its header implied `{}`, and there is no room for it now",
                 loaded.bytes,

@@ -4,8 +4,8 @@
 //! then new admissions ([`crate::admission`] says who may be admitted). A prompt larger than the rest of the budget is
 //! split, unless chunked prefill is off.
 //!
-//! When KV blocks run out, first cached content goes, then adapters that nobody holds, then the sequence last in line
-//! (admitted last, or of the lowest priority) is preempted: it loses its blocks, keeps its adapters and their version,
+//! When KV blocks run out, first cached content goes, then adapters that nobody holds, then those that only requests in the
+//! queue wait for ([`crate::loads`]), then the sequence last in line (admitted last, or of the lowest priority) is preempted: it loses its blocks, keeps its adapters and their version,
 //! waits ahead of everyone fresh and computes its tokens again (at nobody's charge). The first in line is never preempted, and one sequence of
 //! `max_model_len` always fits beside the adapters, so somebody always advances.
 //!
@@ -17,6 +17,7 @@ use std::collections::{BTreeSet, VecDeque};
 use crate::config::{CoreConfig, SchedulingPolicy};
 use crate::event::Effect;
 use crate::memory::Memory;
+use crate::order::Order;
 use crate::plan::{PLACEHOLDER, PlannedAdapter, PlannedSequence, StepPlan};
 use crate::queue::{LaneIndex, Queue};
 use crate::request::{Phase, RequestIndex, Requests};
@@ -182,9 +183,9 @@ impl Scheduler {
         let block_size = self.config.block_size;
         let (computed, have) = (request.computed, request.blocks.len());
         let needed = (computed + wanted).div_ceil(block_size).saturating_sub(have);
-        while !memory.free_blocks(needed, effects) {
+        while !self.free_blocks(needed, Order::FIRST, memory, effects) {
             let room = (have + memory.pool.available()) * block_size - computed;
-            if room > 0 || (needed > 1 && memory.free_blocks(1, effects)) {
+            if room > 0 || (needed > 1 && self.free_blocks(1, Order::FIRST, memory, effects)) {
                 let room = (have + memory.pool.available()) * block_size - computed;
                 // Some rows fit: no reason to take anybody's blocks yet.
                 return self.take_blocks(index, wanted.min(room), memory);

@@ -68,6 +68,7 @@ fn steady_decode_allocates_nothing() {
         eviction: EvictionPolicyKind::Lru,
         base_digest: Digest([1; 32]),
         max_deferred_steps: 20,
+        max_loading: None,
     })
     .unwrap();
     let adapters: Vec<_> = (0..4u8)

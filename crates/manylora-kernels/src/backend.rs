@@ -280,6 +280,12 @@ pub trait Backend: Send + Sync + 'static {
     /// Gives back the memory of KV blocks, as far as whole pages lie inside them. Their content is lost.
     fn release_blocks(&self, _cache: &mut Self::KvCache, _blocks: &[u32]) {}
 
+    /// Takes one core from the steps that run meanwhile, for work on the calling thread, until what is returned is dropped;
+    /// None where steps do not need the processor.
+    fn lend_core(&self) -> Option<Box<dyn Send + '_>> {
+        None
+    }
+
     /// Packs an adapter into one blob. `fill(i, a, b)` writes the factors of `sites[i]` as f32, row-major, into
     /// vectors that it first resizes: A `[rank, input]`, B `[output, rank]`. Can be called from any thread.
     fn pack_adapter(

@@ -29,6 +29,9 @@ pub enum KernelError {
         /// The format that is too narrow.
         dtype: &'static str,
     },
+    /// The device, its driver or its kernels: the message says what was found and what is needed.
+    #[error("{0}")]
+    Device(String),
     /// Reading the source of a weight failed.
     #[error("{0}")]
     Source(String),

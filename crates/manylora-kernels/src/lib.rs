@@ -9,6 +9,8 @@
 pub mod backend;
 pub mod batch;
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod error;
 pub mod site;
 

@@ -7,6 +7,12 @@ use manylora_kernels::KernelError;
 /// Errors of this crate.
 #[derive(Debug, thiserror::Error)]
 pub enum ModelError {
+    /// An adapter that was loaded before has other content now.
+    #[error("the adapter's content changed since it was loaded first; load it again")]
+    OtherContent {
+        /// Digest of what is there now.
+        found: [u8; 32],
+    },
     /// A file or folder is missing.
     #[error("`{path}` was not found: {what}")]
     NotFound {

@@ -29,6 +29,10 @@ pub trait AdapterPacker: Send + Sync {
     fn bytes(&self, sites: &[SiteShape]) -> u64;
     /// Packs factors as they are stored; refuses ranks that steps have no working memory for, before it asks for any.
     fn pack_stored(&self, sites: &[SiteShape], feed: &mut FactorFeed<'_>) -> Result<PackedHandle, ModelError>;
+    /// Takes one core from the steps that run meanwhile until what is returned is dropped. See [`manylora_kernels::Backend`].
+    fn lend_core(&self) -> Option<Box<dyn Send + '_>> {
+        None
+    }
     /// Packs a validated adapter.
     fn pack(&self, adapter: &PreparedAdapter) -> Result<PackedHandle, ModelError> {
         self.pack_stored(&adapter.sites, &mut |sink| adapter.feed(sink))

@@ -33,6 +33,7 @@ pub(crate) fn config(blocks: usize) -> CoreConfig {
         eviction: EvictionPolicyKind::Lru,
         base_digest: Digest([1; 32]),
         max_deferred_steps: 20,
+        max_loading: None,
     }
 }
 

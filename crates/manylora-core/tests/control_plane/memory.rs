@@ -1,8 +1,10 @@
 //! Adapters given from memory, and what happens where there is no room.
 
-use manylora_core::{CoreConfig, Effect, Event, FailureReason, LoraMemory, UnloadMode};
+use std::collections::BTreeSet;
 
-use crate::driver::{Driver, Ending, config, prompt};
+use manylora_core::{CoreConfig, Effect, Event, FailureReason, LoraMemory, SchedulingPolicy, UnloadMode};
+
+use crate::driver::{BLOCK_BYTES, Driver, Ending, config, prompt};
 
 #[test]
 fn what_is_given_from_memory_stays_until_it_is_unloaded() {
@@ -117,4 +119,50 @@ fn idle_adapters_are_not_evicted_for_blocks_that_would_not_suffice() {
     assert!(!driver.is_running(second));
     assert!(driver.core.registration(adapter).unwrap().slot.is_some());
     driver.finish();
+}
+
+/// Steps that 400 requests take, each for one of `adapters` adapters of 10 to 80 KV blocks, with 11648 blocks of memory;
+/// then how many adapters they name, how many loads there were, and how many preemptions. Loads that were ordered before a
+/// step, eight at a time, are there before the next.
+fn fleet(adapters: u32, policy: SchedulingPolicy) -> (u64, u64, u64, u64) {
+    let limits = CoreConfig { max_num_seqs: 32, max_num_batched_tokens: 512, max_model_len: 256, ..config(11_648) };
+    let mut driver = Driver::new(CoreConfig { policy, max_loading: Some(8), ..limits });
+    driver.instant_loads = false;
+    let bytes = |content: u32| [80, 40, 20, 10][content as usize % 4] * BLOCK_BYTES;
+    let ids: Vec<_> = (0..adapters).map(|content| driver.register(content, bytes(content))).collect();
+    let mut state = 7_u64;
+    let mut below = |limit: usize| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as usize % limit
+    };
+    let mut named = BTreeSet::new();
+    for seed in 0..400 {
+        let (input, output, which) = (8 + below(56), 8 + below(56), below(ids.len()));
+        named.insert(which);
+        driver.submit(&prompt(seed, input), output, &[ids[which]]);
+    }
+    let mut steps = 0;
+    while driver.core.has_work() {
+        for _ in 0..driver.loads.len() {
+            driver.answer_load(0);
+        }
+        driver.step();
+        steps += 1;
+        assert!(steps < 10_000, "{:?}", driver.core.stats());
+    }
+    let stats = driver.core.stats();
+    (steps, named.len() as u64, stats.loads, stats.preemptions)
+}
+
+#[test]
+fn reading_ahead_for_many_adapters_takes_no_room_from_what_runs() {
+    for policy in [SchedulingPolicy::Fair, SchedulingPolicy::Fcfs] {
+        let (few, ..) = fleet(5, policy);
+        let (many, named, loads, preemptions) = fleet(2000, policy);
+        // The first 32 come in four steps.
+        assert!(many <= few + few / 30, "{many} steps with many adapters, {few} with few");
+        // What is read too early when nothing runs yet is read once more.
+        assert!(loads <= named + named / 10, "{loads} loads of {named} adapters");
+        assert_eq!(preemptions, 0);
+    }
 }

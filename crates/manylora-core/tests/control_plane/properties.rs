@@ -47,10 +47,10 @@ fn action() -> impl Strategy<Value = Action> {
 
 fn limits() -> impl Strategy<Value = CoreConfig> {
     let sizes = (9..24usize, 1..5usize, 0..20usize, 0..12u64);
-    let switches = (any::<bool>(), prop::bool::weighted(0.8), 0..3usize, any::<bool>());
+    let switches = (any::<bool>(), prop::bool::weighted(0.8), 0..3usize, any::<bool>(), prop::option::of(1..4usize));
     let adapters = (prop::option::of(1..4usize), prop::option::of(0..3usize), prop::option::of(200..2000u64));
     (sizes, switches, adapters).prop_map(
-        |((blocks, seqs, rows, deferred), (cache, chunks, policy, cost_aware), (slots, host, bytes))| {
+        |((blocks, seqs, rows, deferred), (cache, chunks, policy, cost_aware, loading), (slots, host, bytes))| {
             let max_model_len = 34;
             CoreConfig {
                 max_num_seqs: seqs,
@@ -64,6 +64,7 @@ fn limits() -> impl Strategy<Value = CoreConfig> {
                 max_cpu_loras: host.map(|more| slots.unwrap_or(1) + more),
                 lora_memory: bytes.map_or(LoraMemory::Elastic, LoraMemory::Bytes),
                 max_deferred_steps: deferred,
+                max_loading: loading,
                 ..config(blocks)
             }
         },

@@ -37,7 +37,7 @@ pub use kv_cache::{KvCache, attention_scratch_bytes, kv_block_bytes};
 pub use level::{LEVEL_VARIABLE, SimdLevel};
 pub use memory::{AlignedVec, Buffer, HeldBytes, Plain};
 pub use pack::{PackedWeight, PanelFormat, packed_weight_bytes};
-pub use pool::{Pool, PoolOptions};
+pub use pool::{CoreLoan, Pool, PoolOptions};
 pub use topology::default_threads;
 
 use crate::backend::{
@@ -145,6 +145,10 @@ impl Backend for CpuBackend {
 
     fn kv_cache(&self, shape: KvShape) -> Result<KvCache, KernelError> {
         KvCache::new(shape, self.pool.threads())
+    }
+
+    fn lend_core(&self) -> Option<Box<dyn Send + '_>> {
+        Some(Box::new(self.pool.lend_core()))
     }
 
     fn release_blocks(&self, cache: &mut KvCache, blocks: &[u32]) {

@@ -1,40 +1,52 @@
 //! An adapter version's identity: a digest of what it does, not of how it is spelled.
 //!
 //! BLAKE3 over a tag, the number of sites, and per site in order of its index: index, rank, columns of A, rows of B,
-//! the bits of the f32 scale, and [`factors_digest`]: BLAKE3 over A's and then B's format and the BLAKE3 of its values,
-//! row-major and little-endian in that format, which is the first of bfloat16, float16 and float32 that holds all of them
-//! exactly. So the same values have one digest however they were stored, under whatever key spelling, file layout, name or
-//! path; any other value, rank, scale or module gives another one; and what is hashed is mostly the file's own bytes. Keys
-//! of the configuration that do not change the result do not enter.
+//! the bits of the f32 scale, the formats of A and B, and BLAKE3 over the values of A and then of B, row-major and
+//! little-endian in their formats, each the first of bfloat16, float16 and float32 that holds all of them exactly. So the
+//! same values have one digest however they were stored, under whatever key spelling, file layout, name or path; any other
+//! value, rank, scale or module gives another one; and what is hashed is mostly the file's own bytes, in runs that are long
+//! enough for the hash to be fast. Keys of the configuration that do not change the result do not enter.
 
 use blake3::Hasher;
 use half::{bf16, f16};
 use manylora_kernels::{FactorType, SiteShape, StoredFactor};
 
-const TAG: &[u8] = b"manylora adapter 3\n";
+const TAG: &[u8] = b"manylora adapter 4\n";
 
 /// Values that are widened at a time.
 const BLOCK: usize = 4096;
 
-/// Digest of one site's factors A and B.
-pub fn factors_digest(a: StoredFactor<'_>, b: StoredFactor<'_>) -> [u8; 32] {
-    let mut hasher = Hasher::new();
-    for stored in [a, b] {
-        let format = narrowest(stored);
-        hasher.update(match format {
-            FactorType::Bf16 => b"BF16",
-            FactorType::F16 => b"F16 ",
-            FactorType::F32 => b"F32 ",
-        });
-        let values = if format == stored.dtype { blake3::hash(stored.bytes) } else { converted(stored, format) };
-        hasher.update(values.as_bytes());
-    }
-    hasher.finalize().into()
+/// What one site's factors are: their formats and the hash of their values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FactorsDigest {
+    formats: [FactorType; 2],
+    values: [u8; 32],
 }
 
-/// Hash of the values in another format, which holds all of them exactly.
-fn converted(stored: StoredFactor<'_>, format: FactorType) -> blake3::Hash {
-    let mut hasher = Hasher::new();
+impl FactorsDigest {
+    /// Digest of A and B. `joined` are the bytes of both, one after the other, if they lie so.
+    pub fn new(a: StoredFactor<'_>, b: StoredFactor<'_>, joined: Option<&[u8]>) -> Self {
+        let formats = [narrowest(a), narrowest(b)];
+        let values = match joined.filter(|_| formats == [a.dtype, b.dtype]) {
+            Some(bytes) => blake3::hash(bytes),
+            None => {
+                let mut hasher = Hasher::new();
+                for (stored, format) in [a, b].into_iter().zip(formats) {
+                    hash_values(&mut hasher, stored, format);
+                }
+                hasher.finalize()
+            }
+        };
+        Self { formats, values: values.into() }
+    }
+}
+
+/// Hashes the values in a format that holds all of them exactly.
+fn hash_values(hasher: &mut Hasher, stored: StoredFactor<'_>, format: FactorType) {
+    if format == stored.dtype {
+        hasher.update(stored.bytes);
+        return;
+    }
     let mut bytes = Vec::with_capacity(BLOCK * format.bytes());
     for_each_block(stored, |values| {
         bytes.clear();
@@ -46,7 +58,6 @@ fn converted(stored: StoredFactor<'_>, format: FactorType) -> blake3::Hash {
         hasher.update(&bytes);
         true
     });
-    hasher.finalize()
 }
 
 /// The first of bfloat16, float16 and float32 that holds all values exactly.
@@ -74,7 +85,7 @@ fn for_each_block(stored: StoredFactor<'_>, mut see: impl FnMut(&[f32]) -> bool)
 }
 
 /// Digest of an adapter: its sites, sorted by index, and the digests of their factors.
-pub fn adapter_digest(sites: &[SiteShape], factors: &[[u8; 32]]) -> [u8; 32] {
+pub fn adapter_digest(sites: &[SiteShape], factors: &[FactorsDigest]) -> [u8; 32] {
     let mut hasher = Hasher::new();
     hasher.update(TAG);
     hasher.update(&(sites.len() as u64).to_le_bytes());
@@ -82,7 +93,14 @@ pub fn adapter_digest(sites: &[SiteShape], factors: &[[u8; 32]]) -> [u8; 32] {
         for number in [shape.site.0, shape.rank, shape.input, shape.output, shape.scale.to_bits()] {
             hasher.update(&number.to_le_bytes());
         }
-        hasher.update(factors);
+        for format in factors.formats {
+            hasher.update(match format {
+                FactorType::Bf16 => b"BF16",
+                FactorType::F16 => b"F16 ",
+                FactorType::F32 => b"F32 ",
+            });
+        }
+        hasher.update(&factors.values);
     }
     hasher.finalize().into()
 }
@@ -101,7 +119,7 @@ mod tests {
     use half::{bf16, f16};
     use manylora_kernels::{FactorType, StoredFactor};
 
-    use super::factors_digest;
+    use super::FactorsDigest;
 
     fn bytes(values: &[f32], dtype: FactorType) -> Vec<u8> {
         match dtype {
@@ -111,9 +129,12 @@ mod tests {
         }
     }
 
-    fn digest(values: &[f32], dtype: FactorType) -> [u8; 32] {
+    fn digest(values: &[f32], dtype: FactorType) -> FactorsDigest {
         let (a, b) = (bytes(values, dtype), bytes(&values[1..], dtype));
-        factors_digest(StoredFactor { dtype, bytes: &a }, StoredFactor { dtype, bytes: &b })
+        let (stored_a, stored_b) = (StoredFactor { dtype, bytes: &a }, StoredFactor { dtype, bytes: &b });
+        let apart = FactorsDigest::new(stored_a, stored_b, None);
+        assert_eq!(apart, FactorsDigest::new(stored_a, stored_b, Some(&[&a[..], &b].concat())));
+        apart
     }
 
     #[test]

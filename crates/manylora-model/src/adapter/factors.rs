@@ -66,15 +66,28 @@ impl Place {
     }
 }
 
-/// Called with a site's position and its A and B.
-pub(super) type SeeSite<'a> = dyn FnMut(usize, StoredFactor<'_>, StoredFactor<'_>) -> Result<(), Fault> + 'a;
+/// Factors of one site as they were read.
+#[derive(Clone, Copy)]
+pub(super) struct SiteFactors<'a> {
+    pub(super) a: StoredFactor<'a>,
+    pub(super) b: StoredFactor<'a>,
+    /// The bytes of A and then of B, where the file has them so.
+    pub(super) joined: Option<&'a [u8]>,
+}
+
+/// Called with a site's position and its factors.
+pub(super) type SeeSite<'a> = dyn FnMut(usize, SiteFactors<'_>) -> Result<(), Fault> + 'a;
+
+/// Makes room on the processor for looking at what was read, while it is held.
+pub(super) type MakeRoom<'a> = dyn Fn() -> Option<Box<dyn Send + 'a>> + 'a;
 
 /// Reads the factors of `sites` and shows each site's to `see` while they are in the cache, in the order of the file. No
-/// more memory is taken than one read needs.
+/// more memory is taken than one read needs. Reading, which may be waiting for a disk, holds no core; the rest does.
 pub(super) fn stream(
     sites: &[MatchedSite],
     tensors: &[TensorEntry],
     source: &mut dyn TensorBytes,
+    make_room: &MakeRoom<'_>,
     see: &mut SeeSite<'_>,
 ) -> Result<(), Fault> {
     let plan = ReadPlan::new(sites, tensors);
@@ -82,6 +95,7 @@ pub(super) fn stream(
     let mut places = vec![(Place::default(), Place::default()); sites.len()];
     for group in &plan.groups {
         group.read(tensors, source, 0, &mut content, &mut places)?;
+        let _room = make_room();
         group.show(&content, &places, see)?;
     }
     Ok(())
@@ -163,7 +177,8 @@ impl Group {
     fn show(&self, content: &[u8], places: &[(Place, Place)], see: &mut SeeSite<'_>) -> Result<(), Fault> {
         self.sites.iter().try_for_each(|&site| {
             let (a, b) = &places[site];
-            see(site, a.stored(content), b.stored(content))
+            let joined = (a.range.end == b.range.start).then(|| &content[a.range.start..b.range.end]);
+            see(site, SiteFactors { a: a.stored(content), b: b.stored(content), joined })
         })
     }
 }

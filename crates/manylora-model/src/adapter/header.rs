@@ -2,7 +2,8 @@
 
 use std::fs::File;
 use std::io::{self, Cursor, Read, Seek, SeekFrom};
-use std::path::{Path, PathBuf};
+use std::path::Path;
+use std::time::SystemTime;
 
 use manylora_kernels::{KernelError, SiteShape};
 
@@ -13,7 +14,7 @@ use super::fault::Fault;
 use super::folder::Folder;
 use super::matching::{Matched, match_tensors};
 use super::policy::AdapterPolicy;
-use super::prepared::{Parts, PreparedAdapter, must_tie, prepare, prepare_into};
+use super::prepared::{PreparedAdapter, must_tie, prepare, prepare_into};
 use super::report::LoadReport;
 use super::tensor_file::{TensorEntry, read_header};
 use super::tokenizer_ids;
@@ -26,11 +27,12 @@ const TENSORS: &str = "adapter_model.safetensors";
 /// Largest configuration that is read.
 const MAX_CONFIG_BYTES: u64 = 4 << 20;
 
-/// An adapter whose configuration and tensor header were found to be right.
-#[derive(Clone, Debug)]
+/// An adapter whose configuration and tensor header were found to be right. It holds the tensor file open, so that what is
+/// read is what was inspected.
+#[derive(Debug)]
 pub struct AdapterHeader {
-    path: PathBuf,
     policy: AdapterPolicy,
+    checked: Checked,
     sites: Vec<SiteShape>,
     report: LoadReport,
 }
@@ -51,12 +53,10 @@ pub struct LoadedContent {
 pub fn inspect(name: &str, path: &Path, policy: &AdapterPolicy) -> Result<AdapterHeader, AdapterRefusal> {
     let mut report = LoadReport::new(name, &path.display().to_string());
     match check(path, policy, &mut report) {
-        Ok(checked) => Ok(AdapterHeader {
-            path: path.to_owned(),
-            policy: policy.clone(),
-            sites: checked.matched.sites.iter().map(|site| site.shape).collect(),
-            report,
-        }),
+        Ok(checked) => {
+            let sites = checked.matched.sites.iter().map(|site| site.shape).collect();
+            Ok(AdapterHeader { policy: policy.clone(), checked, sites, report })
+        }
         Err(fault) => Err(fault.into_refusal(report)),
     }
 }
@@ -77,36 +77,56 @@ impl AdapterHeader {
         &self.report.warnings
     }
 
-    /// Reads and checks all values. The folder is looked at afresh, from one open file, and must still be what was
-    /// inspected: room was made for that.
-    pub fn read(&self) -> Result<PreparedAdapter, AdapterRefusal> {
-        let mut report = LoadReport::new(&self.report.adapter, &self.report.path);
-        match self.read_parts(&mut report) {
+    /// Reads and checks all values.
+    pub fn read(self) -> Result<PreparedAdapter, AdapterRefusal> {
+        let Self { policy, checked, mut report, .. } = self;
+        let Checked { config, matched, tensors, file, stamp } = checked;
+        let mut bytes = FileBytes(file);
+        let parts = prepare(&config, &matched, &tensors, &mut bytes, &policy, &mut report);
+        match parts.and_then(|parts| stamp.check(&bytes.0).map(|()| parts)) {
             Ok(parts) => Ok(parts.into_adapter(report)),
             Err(fault) => Err(fault.into_refusal(report)),
         }
     }
 
-    /// Reads, checks and packs all values in one pass, under the same rules as [`Self::read`]; what was read is packed
-    /// while it is in the cache, and no more of the file than that is held.
+    /// Reads, checks and packs all values in one pass; what was read is packed while it is in the cache, and no more of the
+    /// file than that is held.
     ///
     /// # Errors
     /// A refusal as [`ModelError::Adapter`], or what the packer says.
-    pub fn load(&self, packer: &dyn AdapterPacker) -> Result<LoadedContent, ModelError> {
-        let mut report = LoadReport::new(&self.report.adapter, &self.report.path);
-        let mut checked = match self.check_again(&mut report) {
-            Ok(checked) => checked,
-            Err(fault) => return Err(fault.into_refusal(report).into()),
-        };
-        if must_tie(&checked.config, &self.policy) {
+    pub fn load(self, packer: &dyn AdapterPacker) -> Result<LoadedContent, ModelError> {
+        self.load_knowing(packer, None)
+    }
+
+    /// As [`Self::load`], of content that was loaded before with the report `known`: if its digest is the same, so are its
+    /// values, which are not looked at one by one again.
+    ///
+    /// # Errors
+    /// As [`Self::load`]; [`ModelError::OtherContent`] if the digest is another.
+    pub fn load_again(self, packer: &dyn AdapterPacker, known: &LoadReport) -> Result<LoadedContent, ModelError> {
+        let content = self.load_knowing(packer, Some(known))?;
+        match &content.report.version {
+            Some(found) if known.version.as_ref() != Some(found) => {
+                Err(ModelError::OtherContent { found: content.digest })
+            }
+            _ => Ok(content),
+        }
+    }
+
+    fn load_knowing(self, packer: &dyn AdapterPacker, known: Option<&LoadReport>) -> Result<LoadedContent, ModelError> {
+        if must_tie(&self.checked.config, &self.policy) {
             let adapter = self.read()?;
             let packed = packer.pack(&adapter)?;
             return Ok(LoadedContent { digest: adapter.digest, report: adapter.report, packed });
         }
+        let Self { policy, checked, sites, mut report } = self;
+        let Checked { matched, tensors, file, stamp, .. } = checked;
+        let mut bytes = FileBytes(file);
+        let make_room = || packer.lend_core();
         let mut outcome = None;
-        let packed = packer.pack_stored(&self.sites, &mut |sink| {
-            let Checked { matched, tensors, file, .. } = &mut checked;
-            let result = prepare_into(sink, matched, tensors, &mut FileBytes(file), &self.policy, &mut report);
+        let packed = packer.pack_stored(&sites, &mut |sink| {
+            let result = prepare_into(sink, &matched, &tensors, &mut bytes, &policy, (known, &make_room), &mut report);
+            let result = result.and_then(|digest| stamp.check(&bytes.0).map(|()| digest));
             let refused = result.is_err();
             outcome = Some(result);
             if refused { Err(KernelError::Source("the adapter was refused".to_owned())) } else { Ok(()) }
@@ -119,22 +139,6 @@ impl AdapterHeader {
                 Ok(_) => Err(KernelError::Source("an adapter was packed without its factors".to_owned()).into()),
             },
         }
-    }
-
-    /// Looks at the folder afresh.
-    fn check_again(&self, report: &mut LoadReport) -> Result<Checked, Fault> {
-        let checked = check(&self.path, &self.policy, report)?;
-        if checked.matched.sites.iter().map(|site| site.shape).ne(self.sites.iter().copied()) {
-            return Err(Fault::invalid(
-                "its modules, ranks or scales changed on disk since it was registered; load it again",
-            ));
-        }
-        Ok(checked)
-    }
-
-    fn read_parts(&self, report: &mut LoadReport) -> Result<Parts, Fault> {
-        let Checked { config, matched, tensors, file } = self.check_again(report)?;
-        prepare(&config, &matched, &tensors, &mut FileBytes(file), &self.policy, report)
     }
 }
 
@@ -164,11 +168,39 @@ impl PreparedAdapter {
     }
 }
 
+#[derive(Debug)]
 struct Checked {
     config: AdapterConfig,
     matched: Matched,
     tensors: Vec<TensorEntry>,
     file: File,
+    stamp: FileStamp,
+}
+
+/// Length and time of change of an open file.
+#[derive(Debug, PartialEq, Eq)]
+struct FileStamp {
+    length: u64,
+    modified: Option<SystemTime>,
+}
+
+impl FileStamp {
+    fn take(file: &File) -> io::Result<Self> {
+        let metadata = file.metadata()?;
+        Ok(Self { length: metadata.len(), modified: metadata.modified().ok() })
+    }
+
+    /// Refuses a file that was written to while it was read: its values may be half old and half new.
+    fn check(&self, file: &File) -> Result<(), Fault> {
+        match Self::take(file) {
+            Ok(now) if now == *self => Ok(()),
+            _ => Err(Fault::invalid(format!(
+                "`{TENSORS}` was changed while it was read; load it again once it is written, and put new files in place \
+                 by renaming them"
+            ))
+            .key(TENSORS)),
+        }
+    }
 }
 
 fn check(path: &Path, policy: &AdapterPolicy, report: &mut LoadReport) -> Result<Checked, Fault> {
@@ -183,10 +215,11 @@ fn check(path: &Path, policy: &AdapterPolicy, report: &mut LoadReport) -> Result
     let Some(mut tensors_file) = folder.open(TENSORS)? else {
         return Err(weights_missing(&folder, path));
     };
-    let tensors = read_header(&mut tensors_file.file, tensors_file.length, TENSORS)?;
+    let stamp = FileStamp::take(&tensors_file.file).map_err(|error| Fault::io(&path.join(TENSORS), &error))?;
+    let tensors = read_header(&mut tensors_file.file, stamp.length, TENSORS)?;
     let matched = match_tensors(&config, &tensors, policy, report)?;
     tokenizer_ids::check(&folder, policy, report)?;
-    Ok(Checked { config, matched, tensors, file: tensors_file.file })
+    Ok(Checked { config, matched, tensors, file: tensors_file.file, stamp })
 }
 
 fn weights_missing(folder: &Folder, path: &Path) -> Fault {

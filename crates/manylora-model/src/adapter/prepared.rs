@@ -9,9 +9,9 @@ use safetensors::Dtype;
 use serde_json::Value;
 
 use super::config::AdapterConfig;
-use super::digest::{adapter_digest, factors_digest, hex};
+use super::digest::{FactorsDigest, adapter_digest, hex};
 use super::effect::product_norm;
-use super::factors::{Factors, TensorBytes, factor_type, stream, widen};
+use super::factors::{Factors, MakeRoom, SiteFactors, TensorBytes, factor_type, stream, widen};
 use super::fault::Fault;
 use super::header::check_base_name;
 use super::matching::{BaseCopy, Matched, MatchedSite, match_tensors};
@@ -163,7 +163,8 @@ pub(super) fn prepare(
 ) -> Result<Parts, Fault> {
     compare_copies(matched, tensors, bytes, policy, report)?;
     let mut examiner = Examiner::new(matched, tensors, policy);
-    let factors = Factors::read(&matched.sites, tensors, bytes, &mut |index, a, b| examiner.examine(index, a, b))?;
+    let factors =
+        Factors::read(&matched.sites, tensors, bytes, &mut |index, factors| examiner.examine(index, factors))?;
     if must_tie(config, policy) {
         check_transposed(&matched.sites, &factors)?;
     }
@@ -171,20 +172,23 @@ pub(super) fn prepare(
     Ok(Parts { sites: matched.sites.iter().map(|site| site.shape).collect(), digest, factors })
 }
 
-/// As [`prepare`], but the factors go to `sink` one site after the other and are not kept; returns their digest.
+/// As [`prepare`], but the factors go to `sink` one site after the other and are not kept; returns their digest. With the
+/// report of an earlier time values are only hashed, and what that found is taken over if they are the same.
 pub(super) fn prepare_into(
     sink: &mut FactorSink<'_>,
     matched: &Matched,
     tensors: &[TensorEntry],
     bytes: &mut dyn TensorBytes,
     policy: &AdapterPolicy,
+    (known, make_room): (Option<&LoadReport>, &MakeRoom<'_>),
     report: &mut LoadReport,
 ) -> Result<[u8; 32], Fault> {
     compare_copies(matched, tensors, bytes, policy, report)?;
     let mut examiner = Examiner::new(matched, tensors, policy);
-    stream(&matched.sites, tensors, bytes, &mut |index, a, b| {
-        examiner.examine(index, a, b)?;
-        sink(index, a, b).map_err(|error| Fault::invalid(error.to_string()))
+    examiner.known = known;
+    stream(&matched.sites, tensors, bytes, make_room, &mut |index, factors| {
+        examiner.examine(index, factors)?;
+        sink(index, factors.a, factors.b).map_err(|error| Fault::invalid(error.to_string()))
     })?;
     Ok(examiner.finish(report))
 }
@@ -221,7 +225,9 @@ struct Examiner<'p> {
     /// Factors that need a second look.
     widened: (Vec<f32>, Vec<f32>),
     /// By position of the site: `||scale B A||_F` and the digest of the factors.
-    found: Vec<(f64, [u8; 32])>,
+    found: Vec<Option<(f64, FactorsDigest)>>,
+    /// What was found when the same content was examined before.
+    known: Option<&'p LoadReport>,
 }
 
 impl<'p> Examiner<'p> {
@@ -240,12 +246,19 @@ impl<'p> Examiner<'p> {
             most,
             meter: FactorMeter::new(level),
             widened: Default::default(),
-            found: vec![(0.0, [0; 32]); matched.sites.len()],
+            found: vec![None; matched.sites.len()],
+            known: None,
         }
     }
 
-    fn examine(&mut self, index: usize, a: StoredFactor<'_>, b: StoredFactor<'_>) -> Result<(), Fault> {
+    fn examine(&mut self, index: usize, factors: SiteFactors<'_>) -> Result<(), Fault> {
+        let SiteFactors { a, b, joined } = factors;
         let site = &self.sites[index];
+        if let Some(known) = self.known {
+            let effect = known.modules.get(&site.module).and_then(|module| module.effect).unwrap_or_default();
+            self.found[index] = Some((effect, FactorsDigest::new(a, b, joined)));
+            return Ok(());
+        }
         let rank = site.shape.rank as usize;
         let measure = self.meter.measure(a, b, rank);
         let (wide_a, wide_b) = &mut self.widened;
@@ -262,22 +275,24 @@ impl<'p> Examiner<'p> {
             widen(b, wide_b);
             product_norm(wide_a, wide_b, rank)
         });
-        self.found[index] = (norm * f64::from(site.shape.scale).abs(), factors_digest(a, b));
+        self.found[index] = Some((norm * f64::from(site.shape.scale).abs(), FactorsDigest::new(a, b, joined)));
         Ok(())
     }
 
     /// Completes the report and returns the adapter's digest.
     fn finish(self, report: &mut LoadReport) -> [u8; 32] {
-        for (site, (effect, _)) in self.sites.iter().zip(&self.found) {
+        // Every site was shown once.
+        let found: Vec<_> = self.found.into_iter().flatten().collect();
+        for (site, (effect, _)) in self.sites.iter().zip(&found) {
             if let Some(module) = report.modules.get_mut(&site.module) {
                 module.effect = Some(*effect);
             }
         }
-        if self.found.iter().all(|(effect, _)| *effect <= 0.0) {
+        if found.iter().all(|(effect, _)| *effect <= 0.0) {
             report.warnings.push("it has no effect: scale x B A is zero in every module".to_owned());
         }
         let shapes: Vec<SiteShape> = self.sites.iter().map(|site| site.shape).collect();
-        let digests: Vec<[u8; 32]> = self.found.iter().map(|(_, digest)| *digest).collect();
+        let digests: Vec<FactorsDigest> = found.iter().map(|(_, digest)| *digest).collect();
         let digest = adapter_digest(&shapes, &digests);
         report.version = Some(hex(&digest));
         digest

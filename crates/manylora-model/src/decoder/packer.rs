@@ -27,6 +27,10 @@ impl<B: Backend> AdapterPacker for BackendPacker<B> {
         self.backend.adapter_bytes(sites, self.dtype) as u64
     }
 
+    fn lend_core(&self) -> Option<Box<dyn Send + '_>> {
+        self.backend.lend_core()
+    }
+
     fn pack_stored(&self, sites: &[SiteShape], feed: &mut FactorFeed<'_>) -> Result<PackedHandle, ModelError> {
         let rank = sites.iter().map(|site| site.rank as usize).max().unwrap_or(0);
         if rank > self.max_rank {

@@ -57,9 +57,10 @@ fn one_pass_is_reading_and_packing() {
         let policy = policy(base);
         let manifest = read_json(&oracle().join(base).join("manifest.json"));
         for name in manifest["adapters"].as_object().unwrap().keys() {
-            let Ok(header) = inspect(name, &oracle().join(base).join("adapters").join(name), &policy) else { continue };
+            let open = || inspect(name, &oracle().join(base).join("adapters").join(name), &policy);
+            let (Ok(one), Ok(two)) = (open(), open()) else { continue };
             let (in_one, in_two) = (Recorder::new(), Recorder::new());
-            match (header.load(&in_one), header.read()) {
+            match (one.load(&in_one), two.read()) {
                 (Ok(content), Ok(prepared)) => {
                     let LoadedContent { digest, report, packed } = content;
                     assert_eq!((digest, report), (prepared.digest, prepared.report.clone()), "{base}/{name}");
@@ -88,9 +89,9 @@ fn bad_values_are_refused_and_ranks_without_working_memory_too() {
     bad[77] = f32::NAN;
     adapter.tensors.insert(key.to_owned(), tensor(&[32, 8], &bad));
     adapter.write(folder.path());
-    let header = inspect("bad", folder.path(), &policy).unwrap();
-    let refusal = refusal_of(header.load(&Recorder::new()).unwrap_err());
-    assert_eq!(refusal, header.read().unwrap_err().to_string());
+    let open = || inspect("bad", folder.path(), &policy).unwrap();
+    let refusal = refusal_of(open().load(&Recorder::new()).unwrap_err());
+    assert_eq!(refusal, open().read().unwrap_err().to_string());
     assert!(refusal.contains(key) && refusal.contains("element 77"), "{refusal}");
 
     HandMade::on_llama(16).with("r", json!(16)).write(folder.path());

@@ -3,9 +3,13 @@
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use manylora_model::adapter::base_name::{BaseMatch, compare};
+use manylora_kernels::StorageType;
+use manylora_kernels::cpu::{CpuBackend, CpuOptions};
 use manylora_model::adapter::{AdapterPolicy, inspect};
+use manylora_model::decoder::BackendPacker;
 use manylora_model::{AdapterRefusal, RefusalKind};
 use serde_json::json;
 
@@ -140,15 +144,30 @@ fn what_was_inspected_is_what_is_read() {
     let header = inspect("x", &path, &policy("llama")).unwrap();
     assert_eq!(header.sites().len(), 4);
     assert_eq!(header.report().version, None);
+    let sites = header.sites().to_vec();
     let first = header.read().unwrap();
-    assert_eq!(header.sites(), first.sites);
+    assert_eq!(sites, first.sites);
     assert_eq!(first.report.modules.len(), 4);
     assert_eq!(first.report.bytes, 4 * (2 * (4 * 32 + 32 * 4) + 2 * (4 * 32 + 16 * 4)));
 
-    HandMade::on_llama(8).write(&path);
-    assert!(header.read().unwrap_err().reason.contains("changed on disk"));
+    // Files that are renamed into place, or removed, take nothing from who has opened the old ones.
+    let (header, other) = (inspect("x", &path, &policy("llama")).unwrap(), folder.path().join("other"));
+    HandMade::on_llama(8).write(&other);
+    fs::rename(other.join("adapter_model.safetensors"), path.join("adapter_model.safetensors")).unwrap();
     fs::remove_dir_all(&path).unwrap();
-    assert_eq!(header.read().unwrap_err().kind, RefusalKind::NotFound);
+    assert_eq!(header.read().unwrap().digest, first.digest);
+    assert_eq!(inspect("x", &path, &policy("llama")).unwrap_err().kind, RefusalKind::NotFound);
+
+    // Half of one and half of another is neither.
+    HandMade::on_llama(4).write(&path);
+    let open = || inspect("x", &path, &policy("llama")).unwrap();
+    let headers = [open(), open()];
+    HandMade::on_llama(8).write(&path);
+    let backend = CpuBackend::new(CpuOptions { num_threads: Some(1), ..CpuOptions::default() }).unwrap();
+    let packer = BackendPacker::new(Arc::new(backend), StorageType::F32, 64);
+    let [one, two] = headers;
+    assert!(one.read().unwrap_err().reason.contains("changed while it was read"));
+    assert!(two.load(&packer).unwrap_err().to_string().contains("changed while it was read"));
 }
 
 #[test]

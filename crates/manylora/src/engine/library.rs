@@ -15,7 +15,7 @@ use manylora_model::adapter::LoadReport;
 use manylora_model::{PackedHandle, Runner};
 
 use super::command::{Identified, Order, ReadAdapter, Reply};
-use super::loader::{Identify, Job};
+use super::loader::{Identify, Job, Known, changed_on_disk};
 use super::stamp::Stamp;
 use crate::error::EngineError;
 use crate::registry::{AdapterInfo, AdapterSource, Entry, Registry};
@@ -390,7 +390,8 @@ impl Library {
             let result = Ok(LoadedAdapter::new(digest, bytes));
             return core.handle(Event::LoadFinished { registration, result });
         }
-        if self.jobs.send(Job::Read { registration, source: shelved.source.clone() }).is_err() {
+        let known = shelved.version.map(|version| Known { version, report: Arc::clone(&shelved.report) });
+        if self.jobs.send(Job::Read { registration, source: shelved.source.clone(), known }).is_err() {
             let result = Err(loader_gone().to_string());
             core.handle(Event::LoadFinished { registration, result });
         }
@@ -607,14 +608,7 @@ impl Shelved {
     /// Takes note of what was read, unless it is not what was read before.
     fn accept(&mut self, read: &ReadAdapter) -> Result<(), EngineError> {
         match self.version {
-            Some(expected) if expected != read.version => Err(EngineError::AdapterOperation {
-                name: self.source.name.clone(),
-                message: format!(
-                    "{} changed on disk: it was registered as version {expected} and now holds {}; load it again to \
-                     serve the new content",
-                    self.source.origin, read.version
-                ),
-            }),
+            Some(expected) if expected != read.version => Err(changed_on_disk(&self.source, expected, read.version)),
             _ => {
                 self.version = Some(read.version);
                 self.report = Arc::clone(&read.report);

@@ -1,8 +1,9 @@
 //! Reading adapters off the step loop (promise P7): a few threads that open, check, digest and pack what the engine
 //! thread orders.
 //!
-//! They share the machine with the threads that decode, so they are few and their work is not spread any further: a load
-//! may take one core from decoding, never all of them.
+//! They share the machine with the threads that decode, so they are few and their work is not spread any further. What a
+//! load computes goes on a core that the steps leave to it (`AdapterPacker::lend_core`): a load takes one core from
+//! decoding for as long as it works, and no step waits for a thread that lost its core in the middle of its part.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, Sender};
@@ -10,8 +11,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use manylora_core::{Digest, RegistrationId};
-use manylora_model::AdapterPacker;
 use manylora_model::adapter::{self, AdapterPolicy, LoadReport, LoadedContent, PreparedAdapter};
+use manylora_model::{AdapterPacker, ModelError};
 
 use super::command::{Command, Identified, Order, ReadAdapter};
 use super::stamp::Stamp;
@@ -21,10 +22,17 @@ use crate::registry::{AdapterOrigin, AdapterSource};
 
 /// What the engine thread wants done elsewhere.
 pub(crate) enum Job {
-    /// Read, check and pack an adapter.
-    Read { registration: RegistrationId, source: AdapterSource },
+    /// Read, check and pack an adapter; of one that was read before it is known what it must be.
+    Read { registration: RegistrationId, source: AdapterSource, known: Option<Known> },
     /// Read and check an adapter, and say what its content is.
     Identify { identify: Identify, source: AdapterSource },
+}
+
+/// What an earlier read found.
+#[derive(Clone, Debug)]
+pub(crate) struct Known {
+    pub(crate) version: Digest,
+    pub(crate) report: Arc<LoadReport>,
 }
 
 /// For whom content is identified.
@@ -56,7 +64,7 @@ impl Reader {
                 (bytes, Arc::new(LoadReport { bytes, ..header.report().clone() }), None)
             }
             AdapterOrigin::Memory(_) => {
-                let read = self.read(source)?;
+                let read = self.read(source, None)?;
                 (read.packed.bytes, Arc::clone(&read.report), Some(read))
             }
         };
@@ -74,14 +82,25 @@ impl Reader {
     }
 
     /// Reads, checks and packs an adapter.
-    fn read(&self, source: &AdapterSource) -> Result<ReadAdapter, EngineError> {
+    fn read(&self, source: &AdapterSource, known: Option<&Known>) -> Result<ReadAdapter, EngineError> {
         let start = Instant::now();
         let stamp = source.origin.path().and_then(Stamp::take);
         let LoadedContent { digest, report, packed } = match &source.origin {
             // In one pass, a run of the file at a time.
             AdapterOrigin::Directory(path) => {
                 self.call_hook(source)?;
-                adapter::inspect(&source.name, path, &self.policy)?.load(self.packer.as_ref())?
+                let room = self.packer.lend_core();
+                let header = adapter::inspect(&source.name, path, &self.policy)?;
+                drop(room);
+                match known {
+                    None => header.load(self.packer.as_ref())?,
+                    Some(known) => match header.load_again(self.packer.as_ref(), &known.report) {
+                        Err(ModelError::OtherContent { found }) => {
+                            return Err(changed_on_disk(source, known.version, Digest(found)));
+                        }
+                        content => content?,
+                    },
+                }
             }
             AdapterOrigin::Memory(_) => {
                 let prepared = self.prepare(source)?;
@@ -126,8 +145,8 @@ impl Reader {
     /// The answer to a job.
     pub(crate) fn carry_out(&self, job: Job) -> Command {
         match job {
-            Job::Read { registration, source } => {
-                let result = Self::guarded(&source.name, || self.read(&source));
+            Job::Read { registration, source, known } => {
+                let result = Self::guarded(&source.name, || self.read(&source, known.as_ref()));
                 Command::Read { registration, result }
             }
             Job::Identify { identify, source } => {
@@ -141,6 +160,18 @@ impl Reader {
                 Command::Identified { identify, result }
             }
         }
+    }
+}
+
+/// The error for content that is not what its name was registered with.
+pub(crate) fn changed_on_disk(source: &AdapterSource, registered: Digest, found: Digest) -> EngineError {
+    EngineError::AdapterOperation {
+        name: source.name.clone(),
+        message: format!(
+            "{} changed on disk: it was registered as version {registered} and now holds {found}; load it again to serve \
+             the new content",
+            source.origin
+        ),
     }
 }
 

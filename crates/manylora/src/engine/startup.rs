@@ -116,17 +116,17 @@ pub(crate) fn assemble(config: EngineConfig, progress: &mut dyn FnMut(LoadProgre
         park_threads: config.park_threads,
     })?);
 
-    let compute_threads = backend.pool().threads();
+    let loader_threads = config.loader_threads.unwrap_or((backend.pool().threads() / 4).clamp(2, 4));
     let sizes = decide_sizes(&config, &spec, &backend, &mut notes)?;
     // Everything that can be refused is refused before the weights are read.
-    ControlPlane::new(core_config(&config, &sizes, Digest([0; 32])))?;
+    ControlPlane::new(core_config(&config, &sizes, loader_threads, Digest([0; 32])))?;
     notes.extend(checkpoint.quantization.as_ref().map(|note| note.line(sizes.dtype.bytes())));
     let weights = DecoderWeights::load(Arc::clone(&backend), &checkpoint, sizes.dtype, progress)?;
     let limits = decoder_limits(&config, &sizes);
     let working_bytes = working_bytes(&*backend, &spec, &limits, sizes.dtype);
     let decoder = weights.allocate(limits)?;
     // The weights were hashed as they were read.
-    let core = ControlPlane::new(core_config(&config, &sizes, Digest(checkpoint.digest())))?;
+    let core = ControlPlane::new(core_config(&config, &sizes, loader_threads, Digest(checkpoint.digest())))?;
 
     let generation = checkpoint.generation.clone();
     let mut base_names = checkpoint.names.clone();
@@ -162,7 +162,6 @@ pub(crate) fn assemble(config: EngineConfig, progress: &mut dyn FnMut(LoadProgre
     let (commands, received) = channel();
     let (jobs, ordered) = channel();
     let registry = Arc::new(Registry::default());
-    let loader_threads = config.loader_threads.unwrap_or((compute_threads / 4).clamp(2, 4));
     let reader = Reader { policy: Arc::new(policy), packer: decoder.packer(), hook: config.before_read.clone() };
     let (discards, discarded) = channel();
     let library = Library::new(Arc::clone(&registry), jobs, discards);
@@ -390,7 +389,7 @@ fn limits_for(config: &EngineConfig, max_rows: usize, max_position: usize, block
     }
 }
 
-fn core_config(config: &EngineConfig, sizes: &Sizes, base_digest: Digest) -> CoreConfig {
+fn core_config(config: &EngineConfig, sizes: &Sizes, loader_threads: usize, base_digest: Digest) -> CoreConfig {
     CoreConfig {
         max_num_seqs: config.max_num_seqs,
         max_num_batched_tokens: sizes.max_rows,
@@ -407,6 +406,8 @@ fn core_config(config: &EngineConfig, sizes: &Sizes, base_digest: Digest) -> Cor
         eviction: config.lora_eviction,
         base_digest,
         max_deferred_steps: config.max_deferred_steps,
+        // One that is read and one that is next, for each thread.
+        max_loading: Some(2 * loader_threads),
     }
 }
 

@@ -23,13 +23,13 @@ mod team;
 
 use std::ops::Range;
 use std::panic::resume_unwind;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
 use self::signal::calibrated_spins;
 use self::state::State;
-use self::team::{LATE, Team};
+use self::team::{IDLE, LATE, Team};
 use super::topology;
 use crate::error::KernelError;
 
@@ -58,8 +58,10 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 pub struct Pool {
     state: Arc<State>,
     turn: Arc<Mutex<()>>,
-    /// Who is left out for now; locked by whoever has the turn.
+    /// Who is left out for now.
     team: Mutex<Team>,
+    /// A lent core was given back.
+    returned: Condvar,
     workers: Vec<JoinHandle<()>>,
     options: PoolOptions,
 }
@@ -80,7 +82,8 @@ impl Pool {
             Vec::new()
         };
         let team = Mutex::new(Team::new(threads - 1));
-        let mut pool = Self { state, turn, team, workers: Vec::with_capacity(threads - 1), options };
+        let (returned, workers) = (Condvar::new(), Vec::with_capacity(threads - 1));
+        let mut pool = Self { state, turn, team, returned, workers, options };
         for part in 1..threads {
             let state = Arc::clone(&pool.state);
             let core = (!cores.is_empty()).then(|| cores[part % cores.len()]);
@@ -145,6 +148,20 @@ impl Pool {
         }
     }
 
+    /// Takes a core from the regions that run meanwhile, for work on the calling thread, until what is returned is dropped.
+    /// While regions are run at most a quarter of the cores are lent at once, and always one; whoever wants more waits here. A
+    /// pool of one thread, or one that never parks, has none to lend.
+    pub fn lend_core(&self) -> CoreLoan<'_> {
+        if self.threads() == 1 || self.state.spins.is_none() {
+            return CoreLoan { pool: None };
+        }
+        let mut team = locked(&self.team);
+        while !team.lend(Instant::now()) {
+            team = self.returned.wait_timeout(team, IDLE).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        CoreLoan { pool: Some(self) }
+    }
+
     /// Sleeps until another part is done. Workers whose parts are not done after [`LATE`] are left out from the next region
     /// on.
     #[cold]
@@ -185,6 +202,21 @@ impl Pool {
         let first = part * each + part.min(extra);
         let last = first + each + usize::from(part < extra);
         (first * granularity).min(total)..(last * granularity).min(total)
+    }
+}
+
+/// A core that regions leave alone.
+#[must_use]
+pub struct CoreLoan<'p> {
+    pool: Option<&'p Pool>,
+}
+
+impl Drop for CoreLoan<'_> {
+    fn drop(&mut self) {
+        if let Some(pool) = self.pool {
+            locked(&pool.team).take_back(Instant::now());
+            pool.returned.notify_one();
+        }
     }
 }
 

@@ -3,7 +3,10 @@
 //! A worker that kept a region waiting for [`LATE`] lost its core in the middle of its part. That goes on, a time slice
 //! here and a time slice there, for as long as the other process is busy, and half of the time nobody gets anything done.
 //! So the worker is left out and its part goes to the others, which costs its core and nothing else; after a while it is
-//! tried again, and left out for twice as long if it is late soon again.
+//! tried again, and left out for twice as long if it is late soon again, measured by how long it was away.
+//!
+//! Work of this process that goes on beside the regions would do the same to them. It borrows a core instead
+//! ([`super::Pool::lend_core`]): a worker stands back for it, and nobody has to be late first.
 
 use std::time::{Duration, Instant};
 
@@ -18,8 +21,9 @@ pub(super) const LATE: Duration = Duration::from_micros(500);
 const FIRST_ABSENCE: Duration = Duration::from_millis(4);
 const LONGEST_ABSENCE: Duration = Duration::from_millis(100);
 
-/// Being late after this long back in the team counts as the first time.
-const FORGIVEN: Duration = Duration::from_millis(200);
+/// Being late after so many times the last absence counts as the first time: a process that comes now and then for a moment
+/// is not one that stays.
+const FORGIVEN: u32 = 3;
 
 #[derive(Clone, Copy, Debug)]
 struct Worker {
@@ -28,11 +32,24 @@ struct Worker {
     absence: Duration,
 }
 
+/// How long a lent core stays lent after it was given back: whoever had it may soon want it again.
+const LINGER: Duration = Duration::from_micros(300);
+
+/// No regions are run when none was for so long.
+pub(super) const IDLE: Duration = Duration::from_millis(2);
+
 /// The workers of a pool.
 #[derive(Debug)]
 pub(super) struct Team {
     workers: Vec<Worker>,
     away: usize,
+    /// Cores that are lent now, how many stand back for them as the seats were last given, and until when one does that
+    /// was given back.
+    lent: usize,
+    standing_back: usize,
+    linger: Option<Instant>,
+    /// When seats were last asked for while a core was lent.
+    asked: Option<Instant>,
     /// Somebody was left out since the parts were last given out.
     changed: bool,
 }
@@ -40,16 +57,38 @@ pub(super) struct Team {
 impl Team {
     pub(super) fn new(workers: usize) -> Self {
         let worker = Worker { away_until: None, back_since: Instant::now(), absence: Duration::ZERO };
-        Self { workers: vec![worker; workers], away: 0, changed: false }
+        Self {
+            workers: vec![worker; workers],
+            away: 0,
+            lent: 0,
+            standing_back: 0,
+            linger: None,
+            asked: None,
+            changed: false,
+        }
     }
 
     /// Nobody is left out, and nobody is to be.
     pub(super) const fn is_settled(&self) -> bool {
-        self.away == 0 && !self.changed
+        self.away == 0 && !self.changed && self.lent == 0 && self.standing_back == 0
     }
 
     pub(super) fn is_away(&self, worker: usize) -> bool {
-        self.workers[worker].away_until.is_some()
+        self.workers[worker].away_until.is_some() || worker >= self.workers.len() - self.standing_back
+    }
+
+    /// Lends a core, if fewer are lent than a quarter of all (one always may be), or no regions are run just now.
+    pub(super) fn lend(&mut self, now: Instant) -> bool {
+        let idle = self.asked.is_none_or(|asked| now.duration_since(asked) >= IDLE);
+        let may = idle || self.lent < self.workers.len().div_ceil(4).max(1);
+        self.lent += usize::from(may);
+        may
+    }
+
+    /// Takes a lent core back.
+    pub(super) fn take_back(&mut self, now: Instant) {
+        self.lent -= 1;
+        self.linger = Some(now + LINGER);
     }
 
     /// Leaves a worker out for a while from now on.
@@ -58,7 +97,7 @@ impl Team {
         if worker.away_until.is_some() {
             return;
         }
-        let soon = worker.absence > Duration::ZERO && now.duration_since(worker.back_since) < FORGIVEN;
+        let soon = worker.absence > Duration::ZERO && now.duration_since(worker.back_since) < FORGIVEN * worker.absence;
         worker.absence = if soon { (worker.absence * 2).min(LONGEST_ABSENCE) } else { FIRST_ABSENCE };
         worker.away_until = Some(now + worker.absence);
         self.away += 1;
@@ -68,6 +107,11 @@ impl Team {
     /// Lets those come back whose time is over; true if the team is another than when this was last asked.
     pub(super) fn change(&mut self, now: Instant) -> bool {
         let mut changed = std::mem::take(&mut self.changed);
+        self.asked = Some(now);
+        let lingers = self.linger.is_some_and(|until| now < until);
+        let least = if lingers { self.standing_back } else { 0 };
+        let standing_back = self.lent.max(least).min(self.workers.len().div_ceil(4));
+        changed |= std::mem::replace(&mut self.standing_back, standing_back) != standing_back;
         for worker in &mut self.workers {
             if worker.away_until.is_some_and(|until| until <= now) {
                 worker.away_until = None;
@@ -83,6 +127,32 @@ impl Team {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn workers_stand_back_for_cores_that_are_lent() {
+        let start = Instant::now();
+        let mut team = Team::new(7);
+        let away = |team: &Team| (0..7).filter(|&worker| team.is_away(worker)).count();
+        assert!(team.lend(start) && !team.is_settled() && team.change(start));
+        assert!(team.lend(start) && !team.lend(start), "a quarter");
+        assert!(team.change(start) && !team.change(start));
+        assert_eq!(away(&team), 2);
+        team.take_back(start);
+        // Whoever reads a file a piece at a time does not make workers come and go.
+        assert!(!team.change(start) && team.lend(start) && !team.change(start));
+        team.take_back(start);
+        team.take_back(start);
+        assert!(!team.change(start + LINGER / 2) && !team.is_settled());
+        assert!(team.change(start + LINGER) && team.is_settled());
+        assert_eq!(away(&team), 0);
+        let mut alone = Team::new(1);
+        assert!((0..3).all(|_| alone.lend(start)), "nothing else runs");
+        assert!(alone.change(start) && alone.is_away(0) && !alone.lend(start) && alone.lend(start + IDLE));
+        alone.leave_out(0, start);
+        (0..4).for_each(|_| alone.take_back(start));
+        alone.change(start + LINGER);
+        assert!(alone.is_away(0), "still left out for another reason");
+    }
 
     #[test]
     fn a_worker_that_is_late_again_stays_away_longer() {
@@ -107,8 +177,13 @@ mod tests {
         }
         assert_eq!(absences, [4, 8, 16, 32, 64, 100, 100, 100]);
         assert!(team.is_settled());
-        team.leave_out(1, now + FORGIVEN);
-        team.change(now + FORGIVEN + FIRST_ABSENCE);
-        assert!(team.is_settled(), "after a good while it counts as the first time");
+        now += FORGIVEN * LONGEST_ABSENCE;
+        for _ in 0..20 {
+            team.leave_out(1, now);
+            now += FIRST_ABSENCE;
+            team.change(now);
+            assert!(team.is_settled(), "after a good while it counts as the first time");
+            now += FORGIVEN * FIRST_ABSENCE;
+        }
     }
 }

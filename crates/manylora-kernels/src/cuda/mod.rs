@@ -1,0 +1,36 @@
+//! CUDA: everything below the operations, from finding the driver to replaying a recorded step.
+//!
+//! Nothing here needs a card, a driver or a CUDA toolkit to build, and nothing panics where they are missing at run time.
+//!
+//! Reading order: `error`, `library` (what is on this machine), `context` and `stream` (one card), `memory`,
+//! `free_list` and `arena` (where everything lies), `module`, `launch` and [`arguments`] (kernels), `staging` (moving bytes),
+//! `matmul` (base GEMMs), `graph` (a step by one call), `device` (a card that is ready).
+
+mod arena;
+pub mod arguments;
+mod context;
+mod device;
+mod error;
+mod free_list;
+mod graph;
+mod launch;
+mod library;
+mod matmul;
+mod memory;
+mod module;
+mod staging;
+mod stream;
+
+pub use arena::{Arena, ArenaUsage, DeviceSlice, Holding};
+pub use context::{Context, DeviceMemoryState, DeviceProperties, LEAST_CAPABILITY, device_count};
+pub use device::Device;
+pub use error::CudaError;
+pub use free_list::{GRANULE, granules};
+pub use graph::{Graph, GraphCache, Recorder};
+pub use launch::{Grid, Kernel, KernelArgument, KernelArguments, MAX_ARGUMENTS};
+pub use library::{BLAS_VARIABLE, BlasLibrary, DRIVER_VARIABLE, DriverLibrary};
+pub use matmul::{AlgorithmChoice, Matmul, MatmulShape, OperandType};
+pub use memory::{DeviceElement, DeviceMemory, DevicePointer, PinnedMemory};
+pub use module::{Kernels, embedded_architectures};
+pub use staging::{Readback, Section, StepBlock, StepLayout, StepWriter, Upload, Uploader};
+pub use stream::{Event, Stream};

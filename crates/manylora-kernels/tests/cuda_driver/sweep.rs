@@ -1,0 +1,121 @@
+//! One call of one function fails, each in turn: a clean error, no panic, no hang, nothing left behind.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use manylora_kernels::cuda::{
+    AlgorithmChoice, Arena, CudaError, Device, GraphCache, Holding, Matmul, MatmulShape, OperandType, Readback,
+    StepBlock, StepLayout, Uploader,
+};
+
+use crate::stand_in::{Held, StandIn};
+use crate::work::Gather;
+
+/// A little of everything.
+fn session() -> Result<(), CudaError> {
+    let device = Device::open(0)?;
+    let compute = device.compute();
+    let arena = Arena::reserve(device.context(), 1 << 20)?;
+    let adapters = arena.region(Holding::Adapters, "adapters", 1 << 16)?;
+    let mut gather = Gather::new(&device, &arena)?;
+    gather.fill(compute, 1.0)?;
+
+    let uploader = Uploader::new(compute, 2, 300)?;
+    let mut blob = adapters.allocate::<u8>(Holding::Adapters, "adapter", 1000)?;
+    let upload = uploader.upload(&mut blob, 0, &[5; 1000])?;
+    upload.before(compute)?;
+    let mut seen = Readback::<u8>::new(device.context(), 1000)?;
+    seen.fetch(compute, &blob, 0, 1000)?;
+    assert_eq!(seen.wait()?, [5; 1000]);
+    assert!(upload.is_done()?);
+    let mut moved = adapters.allocate::<u8>(Holding::Adapters, "moved", 1000)?;
+    moved.copy_from(compute, 0, &blob, 0..1000)?;
+
+    let mut layout = StepLayout::new();
+    let counts = layout.section::<i32>(16);
+    let mut block = StepBlock::new(&arena, layout)?;
+    for step in 0..3 {
+        let mut writer = block.begin()?;
+        writer.section(counts)?.fill(step);
+        writer.send(compute)?;
+    }
+
+    let shape = MatmulShape::dense(2, 8, 8, OperandType::Bf16);
+    let mut matmul = Matmul::new(&arena, &[], 4096, AlgorithmChoice::OnePerWeight { rows: 4 })?;
+    let mut operands = arena.allocate::<u16>(Holding::Buffers, "operands", 128)?;
+    operands.fill_zero(compute)?;
+    let out = arena.allocate::<f32>(Holding::Buffers, "product", 16)?;
+    let product = |matmul: &mut Matmul, stream: &_| {
+        // SAFETY: both operands fit in 64 elements each, the result in 16.
+        #[expect(unsafe_code, reason = "runs a product")]
+        unsafe {
+            matmul.run(stream, shape, operands.pointer().cast(), operands.pointer().add(64).cast(), out.pointer())
+        }
+    };
+    product(&mut matmul, compute)?;
+
+    let mut cache = GraphCache::<usize>::new(device.context())?;
+    let graph = cache.get_or_record(2, |stream| {
+        gather.launch(stream)?;
+        product(&mut matmul, stream)
+    })?;
+    // SAFETY: the memory lives on.
+    #[expect(unsafe_code, reason = "replays a graph")]
+    unsafe { graph.replay(compute) }?;
+    gather.check(compute, 1.0)?;
+    device.context().synchronize()?;
+    device.context().memory().map(drop)
+}
+
+/// Functions that give something back: that thing is lost if they fail, and there is nobody to tell.
+fn gives_back(function: &str) -> bool {
+    ["Destroy", "Free", "Unload", "Release"].iter().any(|part| function.contains(part))
+}
+
+pub(crate) fn every_call_may_fail() {
+    let stand_in = StandIn::get();
+    stand_in.reset_counts();
+    session().unwrap();
+    stand_in.assert_nothing_held();
+    let functions = stand_in.all_calls();
+    assert!(functions.len() > 45, "{functions:?}");
+    let (mut runs, mut lost) = (0, Held::default());
+    let mut ignored = std::collections::BTreeSet::new();
+    for (function, count) in &functions {
+        for nth in 1..=*count {
+            // Codes that both libraries know: out of memory, and what is left when nothing else fits.
+            let codes: &[i32] = if function.starts_with("cublas") { &[3, 14] } else { &[2, 999] };
+            for &code in codes {
+                stand_in.fail(function, nth, code);
+                let result = catch_unwind(AssertUnwindSafe(session));
+                stand_in.forget_failures();
+                let what = format!("call {nth} of {count} of `{function}` with {code}");
+                match result {
+                    Err(panic) => panic!("{what}: {panic:?}"),
+                    Ok(Ok(())) => drop(ignored.insert(function.clone())),
+                    Ok(Err(error)) => assert!(!error.to_string().is_empty(), "{what}"),
+                }
+                let held = stand_in.held();
+                if gives_back(function) {
+                    lost = held;
+                } else {
+                    assert_eq!(held, lost, "left behind: {what}");
+                }
+                runs += 1;
+            }
+        }
+    }
+    assert!(runs > 200, "{runs}");
+    // Only releases, and what is tried for the sake of a release, may fail without anybody noticing.
+    let unnoticed: Vec<_> = ignored.iter().filter(|name| !gives_back(name)).map(String::as_str).collect();
+    for name in &unnoticed {
+        assert!(
+            ["cuCtxSetCurrent", "cuCtxSynchronize", "cuEventSynchronize", "cuStreamSynchronize", "cuStreamIsCapturing"]
+                .contains(name),
+            "failures of `{name}` go unnoticed"
+        );
+    }
+    // Afterwards all is as before.
+    session().unwrap();
+    assert_eq!(stand_in.held(), lost);
+    println!("{runs} failures of {} functions", functions.len());
+}
