@@ -14,11 +14,17 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MANYLORA_REQUIRE_DATA := 1
 SOURCES := $(shell find crates python -type f -not -name '*.so' -not -path '*/__pycache__/*') Cargo.toml Cargo.lock pyproject.toml
 
-.PHONY: demo test test-rust test-loom test-python lint docs fuzz bench data clean help
+# Where the kernels are built for the emulated device, and for cards by the compiler that kernels/requirements.txt names.
+KERNELS := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)/kernels
+NVCC = $(firstword $(wildcard $(CURDIR)/$(VENV)/lib/python3*/site-packages/nvidia/cu13/bin/nvcc))
+CORES := $(shell nproc 2>/dev/null || echo 2)
+
+.PHONY: demo test test-rust test-loom test-cuda test-cuda-long test-python lint docs fuzz bench data clean help
 
 help:
 	@echo "make demo   run one mixed batch of adapters on SmolLM2-135M (sets everything up on first use)"
 	@echo "make test   run everything that CI runs"
+	@echo "make test-cuda       only the CUDA part of it, on the emulated device (test-cuda-long: all of it, the checkers too)"
 	@echo "make bench  run the kernel and engine benches"
 
 $(STAMPS)/venv:
@@ -40,7 +46,7 @@ $(STAMPS)/tools: $(STAMPS)/venv tests/requirements.txt
 demo: $(STAMPS)/wheel
 	$(BIN)/manylora demo
 
-test: lint test-rust test-loom docs test-python fuzz
+test: lint test-rust test-loom test-cuda docs test-python fuzz
 
 lint: $(STAMPS)/tools
 	$(CARGO) fmt --all --check
@@ -64,6 +70,23 @@ test-rust: data
 test-loom:
 	RUSTFLAGS="--cfg loom" $(CARGO) test --release -p manylora-kernels --lib --locked \
 		--target-dir $(or $(CARGO_TARGET_DIR),target)/loom loom_tests
+
+$(STAMPS)/nvcc: $(STAMPS)/venv kernels/requirements.txt
+	$(BIN)/pip install -q -r kernels/requirements.txt
+	touch $@
+
+# The kernels on an emulated device and the driver layer over it; then for every card, where no kernel may spill. Needs g++
+# and no GPU; the compiler for cards comes from the package index.
+test-cuda: $(STAMPS)/nvcc
+	$(MAKE) -j$(CORES) -C kernels OUT="$(KERNELS)" test-emu-plain test-emu-check test-kernels
+	NVCC="$(NVCC)" \
+		$(CARGO) clippy --release -p manylora-kernels --features cuda --all-targets --locked -- -D warnings
+	MANYLORA_REQUIRE_EMULATOR=1 NVCC="$(NVCC)" $(CARGO) test --release -p manylora-kernels --features cuda --locked
+	$(MAKE) -j$(CORES) -C kernels OUT="$(KERNELS)" NVCC="$(NVCC)" registers
+
+# What takes longer: the checkers on the whole grid.
+test-cuda-long: test-cuda
+	$(MAKE) -j$(CORES) -C kernels OUT="$(KERNELS)" DEEP=--deep test-emu test-kernels test-kernels-check test-kernels-asan
 
 docs: $(STAMPS)/venv
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --release --workspace --no-deps --locked
