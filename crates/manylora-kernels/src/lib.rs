@@ -4,7 +4,8 @@
 //! names or scheduling. A step arrives as a [`StepBatch`]; the decoder (in `manylora-model`) walks the layers and
 //! calls one [`Backend`] operation after the other over preallocated buffers.
 //!
-//! Reading order: [`batch`] (what a step is), [`backend`] (the operations), [`cpu`] (the one implementation so far).
+//! Reading order: [`batch`] (what a step is), [`backend`] (the operations), [`cpu`] (the one implementation so far). Feature
+//! `cuda` adds the layer that an implementation for NVIDIA cards stands on.
 
 pub mod backend;
 pub mod batch;

@@ -84,46 +84,33 @@ impl KvCache {
         self.data.len()
     }
 
-    /// Commits the memory of these blocks, so that the step that first writes them meets no page fault.
-    pub fn commit_blocks(&mut self, blocks: &[u32]) {
-        self.check_blocks(blocks);
-        for &block in blocks {
-            self.advise(block, Advice::Commit);
-        }
-    }
-
     /// Gives the memory of freed blocks back to the system, as far as they cover whole pages. Their contents are lost:
     /// what is read from them before it is written again is unspecified (old values or zeros).
     pub fn release_blocks(&mut self, blocks: &[u32]) {
         self.check_blocks(blocks);
         for &block in blocks {
-            self.advise(block, Advice::Release);
+            self.give_back(block);
         }
     }
 
     #[cfg(target_os = "linux")]
-    fn advise(&mut self, block: u32, advice: Advice) {
+    fn give_back(&mut self, block: u32) {
         // SAFETY: a plain question to the system.
         let page = usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096).max(1);
         let stride = self.block_stride();
         let memory = self.data.as_mut_ptr();
         let start = memory.addr() + block as usize * stride;
         let end = start + stride;
-        let (start, end, advice) = match advice {
-            // Neighbours' bytes on the first and last page stay as they are: committing changes no content.
-            Advice::Commit => (start / page * page, end.next_multiple_of(page), libc::MADV_POPULATE_WRITE),
-            Advice::Release => (start.next_multiple_of(page), end / page * page, libc::MADV_DONTNEED),
-        };
+        // Pages that neighbours share stay.
+        let (start, end) = (start.next_multiple_of(page), end / page * page);
         if start < end {
-            // A system that does not know the advice leaves the pages to the first write.
-            // SAFETY: releasing covers only pages that lie wholly inside the block, which is inside `data` and borrowed
-            // mutably; committing covers the pages that hold the block, and changes nothing that can be read.
-            unsafe { libc::madvise(memory.with_addr(start).cast(), end - start, advice) };
+            // SAFETY: only pages that lie wholly inside the block, which is inside `data` and borrowed mutably.
+            unsafe { libc::madvise(memory.with_addr(start).cast(), end - start, libc::MADV_DONTNEED) };
         }
     }
 
     #[cfg(not(target_os = "linux"))]
-    fn advise(&mut self, _block: u32, _advice: Advice) {}
+    fn give_back(&mut self, _block: u32) {}
 
     /// Panics unless all the blocks are the cache's.
     pub(super) fn check_blocks(&self, blocks: &[u32]) {
@@ -184,11 +171,4 @@ impl KvCache {
         let v = columns.map(|column| element(values + head(column) + within * head_dim + column % head_dim)).collect();
         (k, v)
     }
-}
-
-/// What is asked of the system for a block.
-#[derive(Clone, Copy, Debug)]
-enum Advice {
-    Commit,
-    Release,
 }

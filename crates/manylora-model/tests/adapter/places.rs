@@ -5,9 +5,9 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use manylora_model::adapter::base_name::{BaseMatch, compare};
 use manylora_kernels::StorageType;
 use manylora_kernels::cpu::{CpuBackend, CpuOptions};
+use manylora_model::adapter::base_name::{BaseMatch, compare};
 use manylora_model::adapter::{AdapterPolicy, inspect};
 use manylora_model::decoder::BackendPacker;
 use manylora_model::{AdapterRefusal, RefusalKind};
