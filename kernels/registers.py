@@ -1,7 +1,7 @@
 """Gates what the kernels cost a multiprocessor: registers, shared memory and spills, from what ptxas said.
 
-`make registers` fails if a kernel spills, if one is missing from registers.txt, or if one needs more or fewer registers or
-bytes of shared memory than that table says: such a change is either wanted, and then committed with the table
+`make registers` fails if a kernel spills, if one is missing from registers.txt, or if one needs more or fewer registers
+or bytes of shared memory than that table says: such a change is either wanted, and then committed with the table
 (`make registers-write`), or found out here. Registers differ between releases of ptxas, so the numbers are compared
 only with the release that the table names; spills fail with any.
 """
@@ -46,7 +46,7 @@ def read_report(text: str) -> dict[tuple[str, int], Cost]:
 
 
 def table(costs: dict[tuple[str, int], Cost], release: str) -> str:
-    """The table as it is committed: one line for each kernel, registers for each architecture."""
+    """Write the table as it is committed: one line for each kernel, registers for each architecture."""
     architectures = sorted({architecture for _, architecture in costs})
     lines = [
         "# Registers of a thread on each architecture and bytes of static shared memory of a block; nothing spills.",
@@ -62,7 +62,7 @@ def table(costs: dict[tuple[str, int], Cost], release: str) -> str:
 
 
 def read_table(text: str) -> dict[tuple[str, int], tuple[int, int]]:
-    """(registers, shared) by (kernel, architecture) from a committed table."""
+    """Read (registers, shared) by (kernel, architecture) from a committed table."""
     rows = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
     architectures = [int(name.removeprefix("sm_")) for name in rows[0][1:-1]]
     return {
@@ -73,7 +73,7 @@ def read_table(text: str) -> dict[tuple[str, int], tuple[int, int]]:
 
 
 def differences(costs: dict[tuple[str, int], Cost], text: str, release: str) -> list[str]:
-    """What a check has to say against these costs."""
+    """List what a check has to say against these costs."""
     problems = [
         f"`{kernel}` spills {cost.spilled} bytes on sm_{architecture}"
         for (kernel, architecture), cost in costs.items()
@@ -98,6 +98,7 @@ def differences(costs: dict[tuple[str, int], Cost], text: str, release: str) -> 
 
 
 def main() -> int:
+    """Check the table or write it, as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--check", type=Path, metavar="TABLE")

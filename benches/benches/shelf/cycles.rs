@@ -43,7 +43,7 @@ pub(crate) fn run(bench: &mut Bench) -> Result<(), Box<dyn Error>> {
     bench.result("memory at the end / after the first 50", memory[CYCLES + 49] / memory[49]);
     bench.result("adapter bytes at the end - at the start", end.adapter_bytes as f64 - start.adapter_bytes as f64);
     let ratios: Vec<f64> = (0..BURSTS).map(|_| burst(&engine, &sources)).collect::<Result<_, _>>()?;
-    bench.result("throughput of loading 16 adapters at once / of copying them", median(ratios.into_iter()));
+    bench.result("throughput of loading 16 adapters at once / of copying them", median(ratios));
     Ok(())
 }
 

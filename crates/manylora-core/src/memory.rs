@@ -264,9 +264,9 @@ impl Memory {
             return true;
         }
         let (needed, bytes) = (self.pool.held() + blocks, self.adapter_bytes());
-        let room = |memory: &Self, freed, _| match memory.ledger.blocks_beside(bytes - freed) >= needed {
-            true => Ok(()),
-            false => Err(Shortage::Blocks(bytes)),
+        let room = |memory: &Self, freed, _| {
+            let enough = memory.ledger.blocks_beside(bytes - freed) >= needed;
+            if enough { Ok(()) } else { Err(Shortage::Blocks(bytes)) }
         };
         self.evict_until(victims, None, effects, room).is_ok()
     }

@@ -27,15 +27,14 @@ impl FactorsDigest {
     /// Digest of A and B. `joined` are the bytes of both, one after the other, if they lie so.
     pub fn new(a: StoredFactor<'_>, b: StoredFactor<'_>, joined: Option<&[u8]>) -> Self {
         let formats = [narrowest(a), narrowest(b)];
-        let values = match joined.filter(|_| formats == [a.dtype, b.dtype]) {
-            Some(bytes) => blake3::hash(bytes),
-            None => {
-                let mut hasher = Hasher::new();
-                for (stored, format) in [a, b].into_iter().zip(formats) {
-                    hash_values(&mut hasher, stored, format);
-                }
-                hasher.finalize()
+        let values = if let Some(bytes) = joined.filter(|_| formats == [a.dtype, b.dtype]) {
+            blake3::hash(bytes)
+        } else {
+            let mut hasher = Hasher::new();
+            for (stored, format) in [a, b].into_iter().zip(formats) {
+                hash_values(&mut hasher, stored, format);
             }
+            hasher.finalize()
         };
         Self { formats, values: values.into() }
     }
