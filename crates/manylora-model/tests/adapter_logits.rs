@@ -10,7 +10,7 @@ use std::sync::Arc;
 use harness::{BASES, Model, NEAR_TIE, Oracle, TOLERANCE, compare, compare_prompt, difference, levels, positions};
 use manylora_kernels::StorageType;
 use manylora_model::Runner;
-use manylora_model::adapter::{AdapterPolicy, PreparedAdapter, inspect};
+use manylora_model::adapter::{AdapterHeader, AdapterPolicy, PreparedAdapter, inspect};
 use manylora_model::checkpoint::Checkpoint;
 
 fn policy(folder: &Path, dtype: StorageType) -> AdapterPolicy {
@@ -23,7 +23,7 @@ fn policy(folder: &Path, dtype: StorageType) -> AdapterPolicy {
 
 fn prepare(oracle: &Oracle, policy: &AdapterPolicy, name: &str) -> Result<PreparedAdapter, String> {
     let path = oracle.folder.join("adapters").join(name);
-    inspect(name, &path, policy).and_then(|header| header.read()).map_err(|refusal| refusal.to_string())
+    inspect(name, &path, policy).and_then(AdapterHeader::read).map_err(|refusal| refusal.to_string())
 }
 
 fn install(model: &mut Model, slot: u32, adapter: &PreparedAdapter) {
