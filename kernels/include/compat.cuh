@@ -35,13 +35,7 @@
 //          __float_as_uint __uint_as_float __float_as_int __int_as_float __popc __clz __ffs
 #pragma once
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef int i32;
-typedef unsigned int u32;
-typedef long long i64;
-typedef unsigned long long u64;
-typedef float f32;
+#include "integers.h"
 
 struct alignas(2) bf16 {
     u16 bits;

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "../compat_types.h"
+#include "../../include/integers.h"
 
 namespace emu {
 

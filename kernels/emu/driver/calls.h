@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "../compat_types.h"
+#include "../../include/integers.h"
 #include "status.h"
 
 #define EMU_API extern "C" __attribute__((visibility("default")))

@@ -1,7 +1,7 @@
 // What the emulated card says of itself: the figures of an sm_80 card, each of which EMU_ATTRIBUTE_<number> overrides.
 #pragma once
 
-#include "../compat_types.h"
+#include "../../include/integers.h"
 
 namespace emu {
 

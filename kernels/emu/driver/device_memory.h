@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <map>
 
-#include "../compat_types.h"
+#include "../../include/integers.h"
 
 namespace emu {
 

@@ -11,7 +11,7 @@
 #include <unordered_set>
 #include <vector>
 
-#include "../compat_types.h"
+#include "../../include/integers.h"
 #include "status.h"
 
 namespace emu {

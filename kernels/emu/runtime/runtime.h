@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "../compat_types.h"
+#include "../../include/integers.h"
 #include "../vectors.h"
 
 #include "../calls.h"

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "../compat_types.h"
+#include "../../include/integers.h"
 
 namespace selftest {
 

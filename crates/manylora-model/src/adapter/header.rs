@@ -105,12 +105,9 @@ impl AdapterHeader {
     /// As [`Self::load`]; [`ModelError::OtherContent`] if the digest is another.
     pub fn load_again(self, packer: &dyn AdapterPacker, known: &LoadReport) -> Result<LoadedContent, ModelError> {
         let content = self.load_knowing(packer, Some(known))?;
-        match &content.report.version {
-            Some(found) if known.version.as_ref() != Some(found) => {
-                Err(ModelError::OtherContent { found: content.digest })
-            }
-            _ => Ok(content),
-        }
+        // Values of anything but that content were not looked at.
+        let same = known.version.is_some() && known.version == content.report.version;
+        if same { Ok(content) } else { Err(ModelError::OtherContent { found: content.digest }) }
     }
 
     fn load_knowing(self, packer: &dyn AdapterPacker, known: Option<&LoadReport>) -> Result<LoadedContent, ModelError> {

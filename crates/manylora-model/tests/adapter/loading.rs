@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use manylora_kernels::cpu::{CpuBackend, CpuOptions};
 use manylora_kernels::{FactorFeed, FactorType, SiteShape, StorageType};
-use manylora_model::adapter::{LoadedContent, PreparedAdapter, inspect};
+use manylora_model::adapter::{LoadReport, LoadedContent, PreparedAdapter, inspect};
 use manylora_model::decoder::BackendPacker;
 use manylora_model::{AdapterPacker, ModelError, PackedHandle};
 use serde_json::json;
@@ -77,6 +77,33 @@ fn one_pass_is_reading_and_packing() {
         }
     }
     assert!(loaded > 40, "{loaded} loaded, {refused} refused");
+}
+
+/// Content that was loaded before is packed as it was, with the report that it had; other content is an error, whatever
+/// its values are, and so is a report that names no version.
+#[test]
+fn what_was_loaded_before_must_be_the_same_again() {
+    let policy = policy("llama");
+    let folder = tempfile::tempdir().unwrap();
+    let mut adapter = HandMade::on_llama(8);
+    adapter.write(folder.path());
+    let open = || inspect("again", folder.path(), &policy).unwrap();
+    let (first, again) = (Recorder::new(), Recorder::new());
+    let known = open().load(&first).unwrap();
+    let content = open().load_again(&again, &known.report).unwrap();
+    assert_eq!((content.digest, &content.report), (known.digest, &known.report));
+    assert_eq!(*first.factors.lock().unwrap(), *again.factors.lock().unwrap());
+    let unnamed = LoadReport { version: None, ..known.report.clone() };
+    let refused = open().load_again(&Recorder::new(), &unnamed);
+    assert!(matches!(refused, Err(ModelError::OtherContent { found }) if found == known.digest));
+
+    let key = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight";
+    for value in [0.25, f32::NAN] {
+        adapter.tensors.insert(key.to_owned(), tensor(&[32, 8], &[value; 32 * 8]));
+        adapter.write(folder.path());
+        let changed = open().load_again(&Recorder::new(), &known.report);
+        assert!(matches!(changed, Err(ModelError::OtherContent { found }) if found != known.digest), "{value}");
+    }
 }
 
 #[test]

@@ -1,4 +1,4 @@
-// The integer names of compat.cuh, for the emulator's own files, which are not kernels and do not include it.
+// The short names of numbers, for kernels and for what runs them on the host.
 #pragma once
 
 typedef unsigned char u8;
