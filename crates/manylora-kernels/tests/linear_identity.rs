@@ -45,6 +45,38 @@ fn a_row_alone_has_the_bits_of_the_batch() {
     }
 }
 
+/// Rows that share their adapter with nobody go through kernels of their own: ranks of every length side by side, in any
+/// number, beside rows that do share and base rows.
+#[test]
+fn rows_with_an_adapter_each_have_the_bits_of_a_row_alone() {
+    let ranks = [16, 1, 64, 3, 8, 17, 40, 2, 5, 16, 33, 12];
+    for (level, dtype) in variants() {
+        let backend = backend(level, 2);
+        for rows in [1, 2, 3, 4, 5, 7, 12, 20] {
+            let outputs = [70, 16, 33];
+            let mut case = Case::random(50 + rows as u64, rows, 40, &outputs, dtype, &ranks);
+            for (row, entries) in case.plan.iter_mut().enumerate() {
+                // Beyond the twelfth: base rows, and rows that share the adapters of the first ones.
+                match row {
+                    0..12 => entries.push((row as u32, 0.5)),
+                    12..16 => {}
+                    _ => entries.push((row as u32 - 16, 1.5)),
+                }
+            }
+            let packed = Packed::new(&case, &backend);
+            let batch = packed.run(&case, &backend);
+            for row in 0..rows {
+                let solo = packed.run_rows(&case, &backend, &[row]);
+                for (part, width) in outputs.into_iter().enumerate() {
+                    let wanted = &batch[part][row * width..][..width];
+                    let name = format!("{level} {dtype:?} row {row} of {rows}, part {part}");
+                    assert_eq!(bits(&[solo[part].clone()]), bits(&[wanted.to_vec()]), "{name}");
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn row_order_and_batch_size_do_not_matter() {
     for (level, dtype) in variants() {

@@ -148,7 +148,7 @@ impl<'s> Packing<'s> {
             };
             offset += a_bytes + b_bytes;
         }
-        let blob = AlignedVec::zeroed("an adapter", offset)?;
+        let blob = AlignedVec::zeroed_apart("an adapter", offset)?;
         let adapter = CpuAdapter { dtype, places, blob };
         let packed = vec![false; sites.len()];
         Ok(Self { level, sites, adapter, packed, widened: Vec::new(), rounded: Vec::new() })

@@ -1,9 +1,11 @@
-//! The two inner kernels of `linear` and their dispatch: a panel of outputs for a list of rows, and the shrink.
+//! The inner kernels of `linear` and their dispatch: a panel of outputs for a list of rows, the expand of rows that have
+//! an adapter each, and the shrink.
 //!
-//! Both take rows through a list of pointers, so that any rows of a batch (all of them, or those of one adapter) can
+//! They take rows through a list of pointers, so that any rows of a batch (all of them, or those of one adapter) can
 //! form a register block. A (row, output) pair has one accumulator that runs over the inputs in order, whatever rows
 //! are computed beside it: results do not depend on how rows are grouped.
 
+use super::ahead::Ahead;
 use super::level::SimdLevel;
 use super::pack::PanelFormat;
 use super::portable;
@@ -38,6 +40,18 @@ pub(super) struct PanelJob<'a> {
     pub(super) first_step: usize,
     /// Start from zero instead of from the tile.
     pub(super) fresh: bool,
+    /// Lines to fetch after each block of rows, for whoever comes after the kernel.
+    pub(super) ahead: Option<&'a Ahead<'a>>,
+}
+
+impl PanelJob<'_> {
+    /// What a kernel calls after each block of rows.
+    #[inline]
+    pub(super) fn after_block(&self) {
+        if let Some(ahead) = self.ahead {
+            ahead.gap();
+        }
+    }
 }
 
 /// Computes a [`PanelJob`].
@@ -45,6 +59,44 @@ pub(super) struct PanelJob<'a> {
 /// # Safety
 /// All pointers of the job are valid for what it says, and the processor has the level that the kernel was written for.
 pub(super) type PanelKernel = unsafe fn(&PanelJob<'_>);
+
+/// One row of an [`ExpandJob`], with an adapter of its own.
+#[derive(Clone, Copy)]
+pub(super) struct LoneRow {
+    /// The row's shrink results, `steps` of them.
+    pub(super) input: *const f32,
+    /// The first panel of B, and bytes from one panel to the next.
+    pub(super) b: *const u8,
+    pub(super) panel_bytes: usize,
+    /// The adapter's rank.
+    pub(super) steps: usize,
+    /// Row of the tile.
+    pub(super) tile_row: usize,
+}
+
+impl LoneRow {
+    /// No row.
+    pub(super) const NONE: Self =
+        Self { input: std::ptr::null(), b: std::ptr::null(), panel_bytes: 0, steps: 0, tile_row: 0 };
+}
+
+/// `tile[row][output] += sum over ranks of input[row][rank] x b of the row[rank][output]`, in the order of the ranks.
+pub(super) struct ExpandJob<'a> {
+    /// With falling `steps`.
+    pub(super) rows: &'a [LoneRow],
+    /// First panel of B (16 outputs each), and how many.
+    pub(super) panel: usize,
+    pub(super) panels: usize,
+    /// The outputs of the first panel, and values from one row to the next.
+    pub(super) tile: *mut f32,
+    pub(super) width: usize,
+}
+
+/// Computes an [`ExpandJob`].
+///
+/// # Safety
+/// As for [`PanelKernel`].
+pub(super) type ExpandKernel = unsafe fn(&ExpandJob<'_>);
 
 /// One row of a [`ShrinkJob`].
 #[derive(Clone, Copy)]
@@ -89,6 +141,18 @@ pub(super) fn panel_kernel(level: SimdLevel, format: PanelFormat) -> PanelKernel
     }
 }
 
+/// The expand kernel of a level for B's element type.
+pub(super) fn expand_kernel(level: SimdLevel, dtype: StorageType) -> ExpandKernel {
+    match (level, dtype) {
+        #[cfg(target_arch = "x86_64")]
+        (SimdLevel::Avx2 | SimdLevel::Avx512Bf16, StorageType::F32) => x86::avx2_expand::expand_f32,
+        #[cfg(target_arch = "x86_64")]
+        (SimdLevel::Avx2 | SimdLevel::Avx512Bf16, StorageType::Bf16) => x86::avx2_expand::expand_bf16,
+        (_, StorageType::F32) => portable::gemm::expand_f32,
+        (_, StorageType::Bf16) => portable::gemm::expand_bf16,
+    }
+}
+
 /// The shrink kernel of a level for A's element type.
 pub(super) fn shrink_kernel(level: SimdLevel, dtype: StorageType) -> ShrinkKernel {
     match (level, dtype) {
@@ -98,6 +162,18 @@ pub(super) fn shrink_kernel(level: SimdLevel, dtype: StorageType) -> ShrinkKerne
         (SimdLevel::Avx2 | SimdLevel::Avx512Bf16, StorageType::Bf16) => x86::avx2_shrink::shrink_bf16,
         (_, StorageType::F32) => portable::shrink::shrink_f32,
         (_, StorageType::Bf16) => portable::shrink::shrink_bf16,
+    }
+}
+
+/// About how many blocks of rows a level's panel kernel computes one after the other for `rows` rows and `steps` steps,
+/// in jobs of `stretch` steps.
+pub(super) const fn blocks_of_rows(level: SimdLevel, rows: usize, steps: usize, stretch: usize) -> usize {
+    match level {
+        #[cfg(target_arch = "x86_64")]
+        SimdLevel::Avx2 => x86::avx2_gemm::blocks_of_rows(rows, steps, stretch),
+        #[cfg(target_arch = "x86_64")]
+        SimdLevel::Avx512Bf16 => x86::avx512_gemm::blocks_of_rows(rows, steps, stretch),
+        _ => steps.div_ceil(stretch),
     }
 }
 

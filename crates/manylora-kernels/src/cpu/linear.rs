@@ -13,7 +13,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::CpuBackend;
 use super::adapter::CpuAdapter;
-use super::kernels::{MAX_PANELS, PanelJob, PanelRow, ShrinkJob, ShrinkRow, block_rows, panel_kernel, shrink_kernel};
+use super::ahead::prefetch;
+use super::expand::Expand;
+use super::kernels::{
+    MAX_PANELS, PanelJob, PanelRow, ShrinkJob, ShrinkRow, block_rows, blocks_of_rows, panel_kernel, shrink_kernel,
+};
 use super::level::SimdLevel;
 use super::memory::{AlignedVec, Buffer};
 use super::pack::PanelFormat;
@@ -27,7 +31,7 @@ use crate::site::Site;
 /// Most parts of one call.
 const MAX_PARTS: usize = 4;
 /// Most rows that pass through a panel together.
-const MOST_ROWS: usize = 48;
+pub(super) const MOST_ROWS: usize = 48;
 /// Rows that do so however wide they are, so that each read of a panel serves many.
 const FEWEST_ROWS: usize = 24;
 /// Bytes of activations that should stay in the second-level cache while panels pass by.
@@ -40,11 +44,9 @@ const PANELS_TOGETHER: usize = 4;
 const RUNS_PER_THREAD: usize = 8;
 /// Bytes of weights in a run at most (some tens of microseconds), so that nobody waits long for the last one.
 const RUN_BYTES: usize = 512 << 10;
-/// Bytes of one adapter's B that are fetched before they are needed; of more, the rest follows in its stream.
-const B_AHEAD: usize = 2048;
 /// Outputs of the widest panel, and of a panel of B.
 const WIDEST: usize = 32;
-const B_WIDTH: usize = 16;
+pub(super) const B_WIDTH: usize = 16;
 /// Values of a thread's tile.
 const TILE: usize = MOST_ROWS * WIDEST;
 const _: () = assert!(TILE >= MAX_PANELS * WIDEST && TILE >= 3 * 2 * WIDEST);
@@ -424,7 +426,11 @@ impl Call<'_> {
             let first = share.start.saturating_sub(before).min(part.panels);
             let last = share.end.saturating_sub(before).min(part.panels);
             before += part.panels;
+            if first == last {
+                continue;
+            }
             let pairs = part.format == PanelFormat::Bf16Pairs;
+            let expand = self.expand(part, first_row, rows);
             let mut panel = first;
             while panel < last {
                 let group = panels_side_by_side(rows, last - panel);
@@ -440,10 +446,18 @@ impl Call<'_> {
                         };
                     }
                 }
-                self.fetch_ahead(part, panel * part.format.width(), width, first_row, rows);
-                self.base(part, panel, group, &list[..rows]);
-                self.expand(part, panel * part.format.width(), width, first_row, rows, tile);
-                Self::finish(part, panel * part.format.width(), width, first_row, rows, tile);
+                let first_output = panel * part.format.width();
+                for index in 0..rows {
+                    let out = part.out.wrapping_add((first_row + index) * part.out_width + first_output);
+                    for column in (0..width).step_by(16) {
+                        prefetch(out.wrapping_add(column).cast());
+                    }
+                }
+                self.base(part, panel, group, &list[..rows], &expand);
+                let last_output = (first_output + width).min(part.outputs);
+                // SAFETY: the tile has these rows; B has panels for all outputs of the part.
+                unsafe { expand.run(first_output, last_output, width, tile) };
+                Self::finish(part, first_output, width, first_row, rows, tile);
                 panel += group;
             }
         }
@@ -458,6 +472,7 @@ impl Call<'_> {
         let mut first_row = 0;
         for block in 0..blocks {
             let rows = block_rows(self.rows, self.tile_rows, block);
+            let expand = self.expand(part, first_row, rows);
             for panel in Pool::split(part.panels, 1, thread, threads) {
                 let first = panel * B_WIDTH;
                 let count = B_WIDTH.min(part.outputs - first);
@@ -468,7 +483,8 @@ impl Call<'_> {
                         std::ptr::copy_nonoverlapping(from, tile.add(index * B_WIDTH), count);
                     }
                 }
-                self.expand(part, first, B_WIDTH, first_row, rows, tile);
+                // SAFETY: the tile has these rows; B has panels for all outputs of the part.
+                unsafe { expand.run(first, first + count, B_WIDTH, tile) };
                 Self::finish(part, first, B_WIDTH, first_row, rows, tile);
             }
             first_row += rows;
@@ -493,13 +509,18 @@ impl Call<'_> {
         unreachable!("pairs are packed for AVX-512 only: {first_row} {rows} {tile:?}");
     }
 
-    /// The base weights: one chain per (row, output) over all inputs.
-    fn base(&self, part: &Part, panel: usize, group: usize, rows: &[PanelRow]) {
+    /// The base weights: one chain per (row, output) over all inputs. Meanwhile B of the rows' adapters is fetched.
+    fn base(&self, part: &Part, panel: usize, group: usize, rows: &[PanelRow], expand: &Expand<'_>) {
         let kernel = panel_kernel(self.level, part.format);
         let steps = self.inputs.div_ceil(part.format.inputs_per_step());
         let panel_bytes = part.format.panel_bytes(self.inputs);
-        // In one go while few rows read the panel once; else in stretches that stay in the first-level cache.
-        let stretch = if rows.len() <= 6 { steps } else { STEPS_BYTES / part.format.step_bytes() }.max(1);
+        let (first_output, width) = (panel * part.format.width(), group * part.format.width());
+        // In one go while few rows read the panel once and nothing is to be fetched meanwhile; else in stretches that stay
+        // in the first-level cache.
+        let whole = rows.len() <= 6 && expand.is_empty();
+        let stretch = if whole { steps } else { STEPS_BYTES / part.format.step_bytes() }.max(1);
+        let gaps = blocks_of_rows(self.level, rows.len(), steps, stretch);
+        let ahead = expand.ahead(first_output, width, gaps);
         let mut first_step = 0;
         loop {
             let job = PanelJob {
@@ -511,6 +532,7 @@ impl Call<'_> {
                 steps: stretch.min(steps - first_step),
                 first_step,
                 fresh: first_step == 0,
+                ahead: ahead.as_ref(),
             };
             // SAFETY: panels, inputs and tiles are as large as the job says; the backend's level is available.
             unsafe { kernel(&job) };
@@ -521,58 +543,11 @@ impl Call<'_> {
         }
     }
 
-    /// Fetches what comes after the base: B of the rows' adapters, a few lines in each of many streams, and the lines of
-    /// the result. Waiting for them one after the other would cost a good part of the panel's time.
-    fn fetch_ahead(&self, part: &Part, first_output: usize, width: usize, first_row: usize, rows: usize) {
-        for index in 0..rows {
-            let out = part.out.wrapping_add((first_row + index) * part.out_width + first_output);
-            prefetch(out.cast(), 4 * width);
-        }
-        for segment in &self.segments[part.first_segment..part.last_segment] {
-            if segment.rows_within(self.plan, first_row, rows).is_empty() {
-                continue;
-            }
-            let panel_bytes = PanelFormat::of_adapter(segment.dtype).panel_bytes(segment.rank);
-            let bytes = if panel_bytes <= B_AHEAD { width / B_WIDTH * panel_bytes } else { B_AHEAD };
-            prefetch(segment.b.wrapping_add(first_output / B_WIDTH * panel_bytes), bytes);
-        }
-    }
-
-    /// The adapters of the tile's rows, segment by segment in the plan's order: each row's chains go on over the ranks.
-    fn expand(&self, part: &Part, first_output: usize, width: usize, first_row: usize, rows: usize, tile: *mut f32) {
-        let last_output = (first_output + width).min(part.outputs);
-        let mut list = [PanelRow { input: std::ptr::null(), tile }; MOST_ROWS];
-        for segment in &self.segments[part.first_segment..part.last_segment] {
-            let which = segment.rows_within(self.plan, first_row, rows);
-            if which.is_empty() {
-                continue;
-            }
-            let format = PanelFormat::of_adapter(segment.dtype);
-            let kernel = panel_kernel(self.level, format);
-            let panel_bytes = format.panel_bytes(segment.rank);
-            for column in (first_output..last_output).step_by(B_WIDTH) {
-                for (row, index) in list.iter_mut().zip(which.clone()) {
-                    let tile_row = self.plan.entries()[segment.first + index].row as usize - first_row;
-                    // SAFETY: the shrink results of this entry, and the row's columns of the tile.
-                    unsafe {
-                        row.input = self.shrunk.add(segment.shrunk + index * segment.rank).cast();
-                        row.tile = tile.add(tile_row * width + (column - first_output));
-                    }
-                }
-                let job = PanelJob {
-                    rows: &list[..which.len()],
-                    // SAFETY: B has a panel for every 16 outputs.
-                    weights: unsafe { segment.b.add(column / B_WIDTH * panel_bytes) },
-                    panel_stride: panel_bytes,
-                    panels: 1,
-                    steps: segment.rank,
-                    first_step: 0,
-                    fresh: false,
-                };
-                // SAFETY: as for the base.
-                unsafe { kernel(&job) };
-            }
-        }
+    /// The part's adapters for a block of rows.
+    fn expand(&self, part: &Part, first_row: usize, rows: usize) -> Expand<'_> {
+        let segments = &self.segments[part.first_segment..part.last_segment];
+        // SAFETY: adapters and shrink results outlive the call.
+        unsafe { Expand::new(self.level, self.plan, segments, self.shrunk, (first_row, rows)) }
     }
 
     /// Bias, and the tile's rows into the result.
@@ -601,19 +576,6 @@ impl Call<'_> {
             }
         }
     }
-}
-
-/// Fetches `bytes` bytes from `address` on; any address will do.
-#[inline]
-fn prefetch(address: *const u8, bytes: usize) {
-    #[cfg(target_arch = "x86_64")]
-    for offset in (0..bytes).step_by(64) {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        // SAFETY: a prefetch may point anywhere.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(address.wrapping_add(offset).cast()) };
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = (address, bytes);
 }
 
 /// Panels computed together: with few rows one panel has too few chains to keep memory busy.

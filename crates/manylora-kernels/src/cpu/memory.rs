@@ -20,6 +20,9 @@ pub(super) const ALIGNMENT: usize = 64;
 const MAPPED_FROM: usize = 1 << 20;
 #[cfg(target_os = "linux")]
 const HUGE_PAGE: usize = 2 << 20;
+/// Lines of one way of a second-level cache (64 KiB), after which its sets repeat.
+#[cfg(target_os = "linux")]
+const WAY_LINES: usize = 1024;
 
 /// Bytes of the blocks that are alive in this process: on the heap, and as mappings of their own.
 static ON_HEAP: AtomicUsize = AtomicUsize::new(0);
@@ -96,7 +99,7 @@ impl<T: Plain> AlignedVec<T> {
         }
         #[cfg(target_os = "linux")]
         if bytes >= MAPPED_FROM {
-            return Self::mapped(length, bytes).ok_or_else(out_of_memory);
+            return Self::mapped(length, bytes, 0).ok_or_else(out_of_memory);
         }
         let layout = Layout::from_size_align(bytes, ALIGNMENT).map_err(|_| out_of_memory())?;
         // SAFETY: the layout has a non-zero size.
@@ -106,6 +109,23 @@ impl<T: Plain> AlignedVec<T> {
         Ok(Self { pointer, length, origin: Origin::Heap(layout), elements: PhantomData })
     }
 
+    /// As [`Self::zeroed`], for blocks of which many are read side by side at the same distance from their beginnings. Were
+    /// all large blocks aligned to 2 MiB, those places would share a set of the caches, which holds eight of them; so each
+    /// begins at another line.
+    pub fn zeroed_apart(what: &str, length: usize) -> Result<Self, KernelError> {
+        #[cfg(target_os = "linux")]
+        if let Some(bytes) = length.checked_mul(size_of::<T>())
+            && bytes >= MAPPED_FROM
+        {
+            static BLOCKS: AtomicUsize = AtomicUsize::new(0);
+            // Multiples of the golden ratio of a way's lines: however many blocks there are, they lie evenly.
+            let line = BLOCKS.fetch_add(1, Ordering::Relaxed).wrapping_mul(633) % WAY_LINES;
+            let apart = Self::mapped(length, bytes, line * ALIGNMENT);
+            return apart.ok_or_else(|| KernelError::OutOfMemory { what: what.to_owned(), bytes });
+        }
+        Self::zeroed(what, length)
+    }
+
     /// No elements.
     pub const fn empty() -> Self {
         // A dangling pointer of the promised alignment.
@@ -113,8 +133,9 @@ impl<T: Plain> AlignedVec<T> {
         Self { pointer, length: 0, origin: Origin::Empty, elements: PhantomData }
     }
 
+    /// A mapping whose first `before` bytes lie in front of a multiple of 2 MiB.
     #[cfg(target_os = "linux")]
-    fn mapped(length: usize, bytes: usize) -> Option<Self> {
+    fn mapped(length: usize, bytes: usize, before: usize) -> Option<Self> {
         let total = bytes.checked_add(HUGE_PAGE)?;
         // SAFETY: a fresh private anonymous mapping; no existing memory is touched.
         let start = unsafe {
@@ -130,16 +151,17 @@ impl<T: Plain> AlignedVec<T> {
         if start == libc::MAP_FAILED {
             return None;
         }
-        let offset = start.cast::<u8>().align_offset(HUGE_PAGE);
+        let first = start.cast::<u8>();
+        let offset = first.wrapping_add(before).align_offset(HUGE_PAGE);
         // SAFETY: the offset is less than HUGE_PAGE, which the mapping has beyond `bytes`.
-        let aligned = unsafe { start.cast::<u8>().add(offset) };
-        // Whole huge pages only: a block's tail must not commit more than it holds.
-        let whole = bytes / HUGE_PAGE * HUGE_PAGE;
+        let pointer = unsafe { first.add(offset) };
+        // Whole huge pages only: neither end of a block may commit more than it holds.
+        let whole = bytes.saturating_sub(before) / HUGE_PAGE * HUGE_PAGE;
         if whole > 0 {
             // SAFETY: the range lies in the mapping. Failing is harmless: it is advice.
-            unsafe { libc::madvise(aligned.cast(), whole, libc::MADV_HUGEPAGE) };
+            unsafe { libc::madvise(pointer.add(before).cast(), whole, libc::MADV_HUGEPAGE) };
         }
-        let pointer = NonNull::new(aligned.cast::<T>())?;
+        let pointer = NonNull::new(pointer.cast::<T>())?;
         MAPPED.fetch_add(bytes, Ordering::Relaxed);
         Some(Self { pointer, length, origin: Origin::Mapping { start, bytes: total }, elements: PhantomData })
     }

@@ -1,15 +1,17 @@
 //! The CPU backend: SIMD levels chosen at run time, one barrier pool, packed weights.
 //!
 //! Reading order: `level` (which instructions), `pool` (how work is shared), `memory`, `pack` and `adapter` (how
-//! matrices lie in memory), `linear` (base and adapters in one pass) with its `kernels`, then the smaller operations
+//! matrices lie in memory), `linear` (base and adapters in one pass) with its `expand` and `kernels`, then the smaller operations
 //! over `vector`.
 
 mod activation;
 mod adapter;
+mod ahead;
 mod argmax;
 mod attention;
 mod embed;
 mod exp;
+mod expand;
 mod factor_measure;
 mod kernels;
 mod kv_cache;

@@ -1,7 +1,7 @@
 //! Panel kernels in plain Rust: multiply, then add (no fused operation, which would need the processor's help).
 #![expect(unsafe_code, reason = "rows and panels come as pointers, as for every level")]
 
-use crate::cpu::kernels::PanelJob;
+use crate::cpu::kernels::{ExpandJob, PanelJob, PanelRow};
 use crate::cpu::pack::bf16_to_f32;
 
 const WIDTH: usize = 16;
@@ -22,6 +22,24 @@ pub(in crate::cpu) unsafe fn panel_f32(job: &PanelJob<'_>) {
 pub(in crate::cpu) unsafe fn panel_bf16(job: &PanelJob<'_>) {
     // SAFETY: passed on.
     unsafe { panel::<u16>(job) }
+}
+
+/// The expand of rows with an adapter each, f32.
+///
+/// # Safety
+/// As for [`panel_f32`].
+pub(in crate::cpu) unsafe fn expand_f32(job: &ExpandJob<'_>) {
+    // SAFETY: passed on.
+    unsafe { expand::<f32>(job) }
+}
+
+/// The expand of rows with an adapter each, bf16.
+///
+/// # Safety
+/// As for [`panel_f32`].
+pub(in crate::cpu) unsafe fn expand_bf16(job: &ExpandJob<'_>) {
+    // SAFETY: passed on.
+    unsafe { expand::<u16>(job) }
 }
 
 /// An element type of panels.
@@ -68,6 +86,26 @@ unsafe fn panel<E: Element>(job: &PanelJob<'_>) {
                 }
                 *tile = sums;
             }
+        }
+    }
+}
+
+unsafe fn expand<E: Element>(job: &ExpandJob<'_>) {
+    for row in job.rows {
+        // SAFETY: the row and its panels are the job's.
+        unsafe {
+            let tile = job.tile.add(row.tile_row * job.width);
+            let rows = [PanelRow { input: row.input.cast(), tile }];
+            panel::<E>(&PanelJob {
+                rows: &rows,
+                weights: row.b.add(job.panel * row.panel_bytes),
+                panel_stride: row.panel_bytes,
+                panels: job.panels,
+                steps: row.steps,
+                first_step: 0,
+                fresh: false,
+                ahead: None,
+            });
         }
     }
 }

@@ -71,6 +71,12 @@ pub(in crate::cpu) unsafe fn panel_bf16(job: &PanelJob<'_>) {
     unsafe { panel::<BF16>(job) }
 }
 
+/// See [`crate::cpu::kernels::blocks_of_rows`].
+pub(in crate::cpu) const fn blocks_of_rows(rows: usize, steps: usize, stretch: usize) -> usize {
+    let stretch = if rows > MOST_ROWS && stretch > STRETCH { STRETCH } else { stretch };
+    steps.div_ceil(stretch) * rows.div_ceil(MOST_ROWS)
+}
+
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 unsafe fn panel<const STREAM: Source>(job: &PanelJob<'_>) {
@@ -89,10 +95,11 @@ unsafe fn panel<const STREAM: Source>(job: &PanelJob<'_>) {
             (1, 4) => block::<STREAM, 4, 1>(job.rows, &run(AHEAD)),
             (1, 5) => block::<STREAM, 5, 1>(job.rows, &run(AHEAD)),
             (1, 6) => block::<STREAM, 6, 1>(job.rows, &run(AHEAD)),
-            (1, _) => blocks::<STREAM>(job),
+            (1, _) => return blocks::<STREAM>(job),
             (panels, rows) => unreachable!("no register block of {rows} rows by {panels} panels"),
         }
     }
+    job.after_block();
 }
 
 /// More rows than one register block has: stretch by stretch, so that all blocks find a stretch in the first-level cache.
@@ -140,6 +147,7 @@ unsafe fn blocks<const STREAM: Source>(job: &PanelJob<'_>) {
                     (false, _, _) => block::<F32, 6, 1>(rows, &run),
                 }
             }
+            job.after_block();
         }
         start += steps;
     }

@@ -58,10 +58,16 @@ pub(in crate::cpu) unsafe fn panel_bf16_pairs(job: &PanelJob<'_>) {
             (2, 1) => block::<1, 2>(job, job.rows, AHEAD, STEP_BYTES),
             (2, 2) => block::<2, 2>(job, job.rows, AHEAD, STEP_BYTES),
             (2, 3) => block::<3, 2>(job, job.rows, AHEAD, STEP_BYTES),
-            (1, _) => single_panel(job),
+            (1, _) => return single_panel(job),
             (panels, rows) => unreachable!("no register block of {rows} rows by {panels} panels"),
         }
     }
+    job.after_block();
+}
+
+/// See [`crate::cpu::kernels::blocks_of_rows`].
+pub(in crate::cpu) const fn blocks_of_rows(rows: usize, steps: usize, stretch: usize) -> usize {
+    steps.div_ceil(stretch) * rows.div_ceil(MOST_ROWS)
 }
 
 #[inline]
@@ -93,6 +99,7 @@ unsafe fn single_panel(job: &PanelJob<'_>) {
                 _ => block::<12, 1>(job, rows, ahead, per_step),
             }
         }
+        job.after_block();
     }
 }
 

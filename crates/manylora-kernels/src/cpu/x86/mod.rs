@@ -1,6 +1,7 @@
 //! x86-64 kernels. Every function here is `unsafe` to call unless the processor was asked first: the level dispatch
 //! does.
 
+pub(super) mod avx2_expand;
 pub(super) mod avx2_gemm;
 pub(super) mod avx2_panel;
 pub(super) mod avx2_shrink;
