@@ -155,7 +155,7 @@ impl Model {
             }
         }
         batch.adapters.finish(tokens.len());
-        self.decoder.forward(&self.batch);
+        self.decoder.forward(&self.batch).unwrap();
     }
 
     /// Logits at the given positions of a prompt, prefilled in chunks of `chunk` rows.
@@ -168,8 +168,8 @@ impl Model {
             let most = self.decoder.max_logit_rows();
             for first in (0..sampled).step_by(most) {
                 let count = most.min(sampled - first);
-                self.decoder.logits(&self.batch, first, count);
-                rows.extend(self.decoder.read_logits(count).chunks_exact(vocabulary).map(<[f32]>::to_vec));
+                self.decoder.logits(&self.batch, first, count).unwrap();
+                rows.extend(self.decoder.read_logits(count).unwrap().chunks_exact(vocabulary).map(<[f32]>::to_vec));
             }
         }
         rows
@@ -181,9 +181,9 @@ impl Model {
         let (mut input, mut first) = (tokens.to_vec(), 0);
         for _ in 0..count {
             self.step(&input, first, &[first + input.len() - 1], adapters);
-            self.decoder.logits(&self.batch, 0, 1);
+            self.decoder.logits(&self.batch, 0, 1).unwrap();
             let mut best = [0];
-            self.decoder.argmax(1, &mut best);
+            self.decoder.argmax(1, &mut best).unwrap();
             first += input.len();
             input = best.to_vec();
             generated.push(best[0]);
