@@ -20,21 +20,21 @@ pub(super) fn gated_activation(backend: &CpuBackend, rows: usize, gate: &Buffer,
     let (whole, tail) = out.data[..used].split_at_mut(used / LANES * LANES);
     run_rows(&backend.pool, whole, LANES, GRAIN / LANES, &|first, out| {
         let part = first * LANES..first * LANES + out.len();
-        vector::run(level, Gate { gate: &gate[part.clone()], up: &up[part], out });
+        vector::run(level, SiluProduct { gate: &gate[part.clone()], up: &up[part], out });
     });
     if !tail.is_empty() {
         let part = used - tail.len()..used;
-        vector::run(level, Gate { gate: &gate[part.clone()], up: &up[part], out: tail });
+        vector::run(level, SiluProduct { gate: &gate[part.clone()], up: &up[part], out: tail });
     }
 }
 
-struct Gate<'a> {
+struct SiluProduct<'a> {
     gate: &'a [f32],
     up: &'a [f32],
     out: &'a mut [f32],
 }
 
-impl VectorKernel for Gate<'_> {
+impl VectorKernel for SiluProduct<'_> {
     #[inline(always)]
     fn run<V: Vector8>(self, vector: V) {
         let (gates, gates_tail) = self.gate.as_chunks::<LANES>();

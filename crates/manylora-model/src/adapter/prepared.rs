@@ -233,9 +233,8 @@ struct Examiner<'p> {
 impl<'p> Examiner<'p> {
     fn new(matched: &'p Matched, tensors: &'p [TensorEntry], policy: &'p AdapterPolicy) -> Self {
         let most = match (policy.check_fp16_range, policy.dtype) {
-            (true, _) => FP16_MAX,
+            (true, _) | (false, StorageType::F16) => FP16_MAX,
             (false, StorageType::Bf16) => bf16::MAX.to_f32(),
-            (false, StorageType::F16) => FP16_MAX,
             (false, StorageType::F32) => f32::MAX,
         };
         // A level that does not exist is the engine's to refuse.

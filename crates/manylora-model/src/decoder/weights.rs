@@ -128,7 +128,7 @@ impl<B: Backend> Loader<'_, B> {
     }
 
     /// Matrices that one input is multiplied with: packed together, so that a backend may put them side by side.
-    fn matrices<const N: usize>(&mut self, names: [String; N]) -> Result<[B::Weight; N], ModelError> {
+    fn matrices<const N: usize>(&mut self, names: &[String; N]) -> Result<[B::Weight; N], ModelError> {
         let sources = names.iter().map(|name| self.checkpoint.matrix(name)).collect::<Result<Vec<_>, _>>()?;
         let parts: Vec<_> = names.iter().zip(&sources).map(|(name, source)| (name.as_str(), &**source)).collect();
         let weights = self.backend.pack_weights(&parts, self.dtype)?;
@@ -159,7 +159,7 @@ impl<B: Backend> Loader<'_, B> {
         layer: usize,
         modules: [Module; N],
     ) -> Result<[Linear<B>; N], ModelError> {
-        let mut weights = self.matrices(modules.map(|module| weight_name(layer, module)))?.into_iter();
+        let mut weights = self.matrices(&modules.map(|module| weight_name(layer, module)))?.into_iter();
         let linears = modules
             .iter()
             .zip(&mut weights)

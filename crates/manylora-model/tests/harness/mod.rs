@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use manylora_kernels::cpu::{CpuBackend, CpuOptions, SimdLevel};
-use manylora_kernels::{SequenceRows, StepBatch, StorageType};
+use manylora_kernels::{Backend, SequenceRows, StepBatch, StorageType};
 use manylora_model::Runner;
 use manylora_model::checkpoint::Checkpoint;
 use manylora_model::decoder::{Decoder, DecoderLimits};
@@ -87,8 +87,8 @@ pub fn positions(expectation: &Value) -> Vec<usize> {
 }
 
 /// A decoder with room for one sequence of up to `CONTEXT` tokens in scattered blocks.
-pub struct Model {
-    pub decoder: Decoder<CpuBackend>,
+pub struct Model<B: Backend = CpuBackend> {
+    pub decoder: Decoder<B>,
     blocks: usize,
     batch: StepBatch,
 }
@@ -112,7 +112,13 @@ impl Model {
     }
 
     pub fn from_checkpoint(checkpoint: &Checkpoint, dtype: StorageType, level: SimdLevel) -> Self {
-        let weights = Decoder::load(backend(level), checkpoint, dtype, &mut |_| {}).unwrap();
+        Self::on(backend(level), checkpoint, dtype)
+    }
+}
+
+impl<B: Backend> Model<B> {
+    pub fn on(backend: Arc<B>, checkpoint: &Checkpoint, dtype: StorageType) -> Self {
+        let weights = Decoder::load(backend, checkpoint, dtype, &mut |_| {}).unwrap();
         let blocks = CONTEXT / BLOCK_SIZE + 3;
         let limits = DecoderLimits {
             max_rows: CONTEXT,
@@ -212,9 +218,9 @@ pub fn logprob(logits: &[f32], token: u32) -> f32 {
 
 /// Compares everything that is stored for one prompt; `key` is `<adapter or base>/<prompt>`. Returns the largest
 /// difference of logits.
-pub fn compare(
+pub fn compare<B: Backend>(
     oracle: &Oracle,
-    model: &mut Model,
+    model: &mut Model<B>,
     label: &str,
     adapter: Option<&str>,
     adapters: &[(u32, f32)],
@@ -239,9 +245,9 @@ pub fn compare(
 }
 
 #[allow(clippy::too_many_arguments)]
-pub fn compare_prompt(
+pub fn compare_prompt<B: Backend>(
     oracle: &Oracle,
-    model: &mut Model,
+    model: &mut Model<B>,
     label: &str,
     key: &str,
     tokens: &[u32],
