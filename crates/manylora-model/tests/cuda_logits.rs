@@ -76,7 +76,11 @@ fn base_and_adapter(base: &str) {
 
 fn main() -> ExitCode {
     if let Ok(base) = std::env::var(CASE_VARIABLE) {
-        if base == "llama-odd" { refused(&base) } else { base_and_adapter(&base) }
+        if base == "llama-odd" {
+            refused(&base);
+        } else {
+            base_and_adapter(&base);
+        }
         return ExitCode::SUCCESS;
     }
     if std::env::args().any(|argument| argument == "--list") {
