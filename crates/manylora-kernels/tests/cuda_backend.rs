@@ -8,15 +8,10 @@ mod stand_in;
 #[path = "cuda_backend/toy.rs"]
 mod toy;
 
-use std::process::{Command, ExitCode};
+use std::process::ExitCode;
 
-use manylora_kernels::cuda::{BLAS_VARIABLE, DRIVER_VARIABLE};
-use stand_in::Build;
-
-/// Says to a child which case it is.
-const CASE_VARIABLE: &str = "MANYLORA_CUDA_CASE";
-
-type Environment = &'static [(&'static str, &'static str)];
+use stand_in::cases::{Case, Environment};
+use stand_in::{Build, StandIn};
 
 /// The kinds of device that cases run on.
 const KINDS: &[(&str, Build, Environment)] = &[
@@ -39,62 +34,16 @@ const CASES: &[(&str, fn())] = &[
 ];
 
 fn main() -> ExitCode {
-    let all = || {
-        let kinds = |(name, run): &(&'static str, fn())| {
-            let (name, run) = (*name, *run);
-            KINDS.iter().map(move |&(kind, build, environment)| (format!("{name}::{kind}"), run, build, environment))
-        };
-        CASES.iter().flat_map(kinds)
+    let kinds = |&(name, run): &(&'static str, fn())| {
+        KINDS.iter().map(move |&(kind, build, environment)| Case {
+            name: format!("{name}::{kind}"),
+            run: Box::new(move || {
+                run();
+                StandIn::get().assert_nothing_held();
+            }),
+            build: Some(build),
+            environment,
+        })
     };
-    if let Ok(wanted) = std::env::var(CASE_VARIABLE) {
-        let case = all().find(|case| case.0 == wanted);
-        (case.unwrap().1)();
-        return ExitCode::SUCCESS;
-    }
-    if std::env::args().any(|argument| argument == "--list") {
-        all().for_each(|case| println!("{}: test", case.0));
-        return ExitCode::SUCCESS;
-    }
-    let filter = std::env::args().skip(1).find(|argument| !argument.starts_with('-')).unwrap_or_default();
-    let required = std::env::var(stand_in::REQUIRE_VARIABLE).is_ok_and(|value| value == "1");
-    let (mut passed, mut failed, mut skipped) = (0, 0, 0);
-    let mut folders = Vec::new();
-    for (name, _, build, environment) in all().filter(|case| case.0.contains(&filter)) {
-        let known = folders.iter().find(|(kind, _)| *kind == build).map(|(_, folder)| Result::clone(folder));
-        let folder = known.unwrap_or_else(|| {
-            let built = stand_in::build(build);
-            folders.push((build, built.clone()));
-            built
-        });
-        let folder = match folder {
-            Ok(folder) => folder,
-            Err(reason) if required => {
-                println!("test {name} ... FAILED: no emulated device: {reason}");
-                failed += 1;
-                continue;
-            }
-            Err(reason) => {
-                println!("test {name} ... skipped: no emulated device: {reason}");
-                skipped += 1;
-                continue;
-            }
-        };
-        let output = Command::new(std::env::current_exe().unwrap())
-            .env(DRIVER_VARIABLE, folder.join("libcuda.so"))
-            .env(BLAS_VARIABLE, folder.join("libcublasLt.so"))
-            .env(CASE_VARIABLE, &name)
-            .envs(environment.iter().copied())
-            .output()
-            .unwrap();
-        if output.status.success() {
-            println!("test {name} ... ok");
-            passed += 1;
-        } else {
-            let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-            println!("test {name} ... FAILED ({})\n{}{}", output.status, text(&output.stdout), text(&output.stderr));
-            failed += 1;
-        }
-    }
-    println!("\ntest result: {passed} passed; {failed} failed; {skipped} skipped");
-    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    stand_in::cases::run(CASES.iter().flat_map(kinds).collect())
 }

@@ -1,118 +1,66 @@
-//! The oracle's models on the emulated device, end to end: bases, an adapter, adapters composed and in turn. Each case runs
-//! in a process of its own, which names the device.
+//! The oracle's models on the emulated device, end to end: every base, every adapter, adapters composed and in turn, and
+//! sequences alone and together. Each case runs in a process of its own, which names the device.
+//!
+//! A main function of its own: `cargo test --features cuda --test cuda_logits -- [FILTER] [--nocapture]`; `--deep` adds
+//! the checker of memory accesses and other orders of threads.
 #![allow(clippy::print_stdout, clippy::unwrap_used, reason = "a test program")]
 
+#[path = "cuda_logits/cases.rs"]
+mod cases;
 mod harness;
 #[path = "../../manylora-kernels/tests/stand_in/mod.rs"]
 mod stand_in;
+#[path = "cuda_logits/together.rs"]
+mod together;
 
-use std::process::{Command, ExitCode};
-use std::sync::Arc;
+use std::process::ExitCode;
 
-use harness::{BASES, Model, Oracle, compare};
-use manylora_kernels::cuda::{AlgorithmChoice, BLAS_VARIABLE, CudaBackend, CudaOptions, DRIVER_VARIABLE};
-use manylora_kernels::{Backend, StorageType};
-use manylora_model::Runner;
-use manylora_model::adapter::{AdapterHeader, AdapterPolicy, inspect};
-use manylora_model::checkpoint::Checkpoint;
+use harness::BASES;
+use manylora_kernels::StorageType;
+use stand_in::cases::{Case, Environment};
+use stand_in::{Build, StandIn};
 
-/// Says to a child which case it is.
-const CASE_VARIABLE: &str = "MANYLORA_CUDA_CASE";
+/// The base that cards cannot take.
+const ODD: &str = "llama-odd";
 
-fn options(checkpoint: &Checkpoint, dtype: StorageType) -> CudaOptions {
-    let spec = &checkpoint.spec;
-    CudaOptions {
-        ordinal: 0,
-        dtype,
-        layers: spec.layers,
-        heads: spec.heads,
-        kv_heads: spec.kv_heads,
-        head_dim: spec.head_dim,
-        memory_bytes: 160 << 20,
-        adapter_bytes: 32 << 20,
-        algorithms: AlgorithmChoice::OnePerWeight { rows: harness::CONTEXT },
-        workspace_bytes: Some(1 << 20),
-        library_folders: Vec::new(),
-        graphs: true,
-    }
-}
+const DEFERRED: (Build, Environment) = (Build::Plain, &[("EMU_SCHEDULE", "deferred")]);
+const EAGER: (Build, Environment) = (Build::Plain, &[("EMU_SCHEDULE", "eager"), ("EMU_ORDER", "1")]);
+const CHECKED: (Build, Environment) =
+    (Build::Checked, &[("EMU_SCHEDULE", "background"), ("EMU_ORDER", "2"), ("EMU_SEED", "5")]);
 
-/// A base whose rows are no multiples of 16 bytes is refused when it is loaded.
-fn refused(base: &str) {
-    let checkpoint = Checkpoint::open(&Oracle::open(base).base_folder()).unwrap();
-    let spec = &checkpoint.spec;
-    assert!(!spec.hidden_size.is_multiple_of(8) && !spec.head_dim.is_multiple_of(8), "{base} has become regular");
-    let error = CudaBackend::open(options(&checkpoint, StorageType::Bf16)).unwrap_err().to_string();
-    assert!(error.contains(&format!("`{}` wide", spec.head_dim)), "{error}");
-}
-
-/// A base and its adapter `alpha` stay within twice the error that PEFT itself has in bf16.
-fn base_and_adapter(base: &str) {
-    let oracle = Oracle::open(base);
-    let checkpoint = Checkpoint::open(&oracle.base_folder()).unwrap();
-    let spec = checkpoint.spec.clone();
-    let backend = Arc::new(CudaBackend::open(options(&checkpoint, StorageType::Bf16)).unwrap());
-    let mut model = Model::on(Arc::clone(&backend), &checkpoint, StorageType::Bf16);
-    let error = oracle.half_precision_error("base");
-    let most = compare(&oracle, &mut model, base, None, &[], 2.0 * error, 4.0 * f64::from(error));
-    println!("{base}: {most:e} of {error:e}");
-    let mut policy = AdapterPolicy::new(spec, Arc::new(checkpoint));
-    policy.max_rank = 512;
-    policy.dtype = StorageType::Bf16;
-    let path = oracle.folder.join("adapters/alpha");
-    let adapter = inspect("alpha", &path, &policy).and_then(AdapterHeader::read).unwrap();
-    let packer = model.decoder.packer();
-    let handle = packer.pack(&adapter).unwrap();
-    assert_eq!(handle.bytes, packer.bytes(&adapter.sites), "announced and packed bytes differ");
-    model.decoder.install(3, handle);
-    let error = oracle.half_precision_error("alpha");
-    let label = format!("{base}/alpha");
-    let near_tie = 4.0 * f64::from(error);
-    let most = compare(&oracle, &mut model, &label, Some("alpha"), &[(3, 1.0)], 2.0 * error, near_tie);
-    println!("{label}: {most:e} of {error:e}; {} recorded steps", backend.recorded_steps());
-    assert!(backend.recorded_steps() > 0);
-    println!("{}", backend.describe());
+fn case(name: String, (build, environment): (Build, Environment), run: impl Fn() + Sync + 'static) -> Case {
+    let run = move || {
+        run();
+        StandIn::get().assert_nothing_held();
+    };
+    Case { name, run: Box::new(run), build: Some(build), environment }
 }
 
 fn main() -> ExitCode {
-    if let Ok(base) = std::env::var(CASE_VARIABLE) {
-        if base == "llama-odd" {
-            refused(&base);
-        } else {
-            base_and_adapter(&base);
-        }
-        return ExitCode::SUCCESS;
+    let regular = || BASES.into_iter().filter(|base| *base != ODD);
+    let mut all = vec![case(format!("what_does_not_fit_is_refused::{ODD}"), DEFERRED, || cases::refused(ODD))];
+    for base in regular() {
+        all.push(case(format!("a_43_error_is_within_twice_that_of_peft::{base}"), DEFERRED, || {
+            cases::base_and_alpha(base);
+        }));
+        all.push(case(format!("every_adapter_equals_the_oracle::{base}"), EAGER, || cases::every_adapter(base)));
+        all.push(case(format!("solo_equals_batched::{base}"), DEFERRED, || {
+            together::solo_equals_batched(base, StorageType::Bf16);
+        }));
     }
-    if std::env::args().any(|argument| argument == "--list") {
-        BASES.iter().for_each(|base| println!("{base}: test"));
-        return ExitCode::SUCCESS;
-    }
-    let filter = std::env::args().skip(1).find(|argument| !argument.starts_with('-')).unwrap_or_default();
-    let required = std::env::var(stand_in::REQUIRE_VARIABLE).is_ok_and(|value| value == "1");
-    let folder = match stand_in::build(stand_in::Build::Plain) {
-        Ok(folder) => folder,
-        Err(reason) => {
-            println!("test result: all skipped: no emulated device: {reason}");
-            return if required { ExitCode::FAILURE } else { ExitCode::SUCCESS };
-        }
-    };
-    let (mut passed, mut failed) = (0, 0);
-    for base in BASES.iter().filter(|base| base.contains(&filter)) {
-        let output = Command::new(std::env::current_exe().unwrap())
-            .env(DRIVER_VARIABLE, folder.join("libcuda.so"))
-            .env(BLAS_VARIABLE, folder.join("libcublasLt.so"))
-            .env(CASE_VARIABLE, base)
-            .output()
-            .unwrap();
-        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-        if output.status.success() {
-            println!("{}test {base} ... ok", text(&output.stdout));
-            passed += 1;
-        } else {
-            println!("test {base} ... FAILED ({})\n{}{}", output.status, text(&output.stdout), text(&output.stderr));
-            failed += 1;
+    all.push(case("composition_equals_the_sum_of_deltas".to_owned(), DEFERRED, cases::composition));
+    all.push(case("a_29_slots_keep_nothing".to_owned(), DEFERRED, cases::slots_keep_nothing));
+    all.push(case("solo_equals_batched_in_half_precision".to_owned(), EAGER, || {
+        together::solo_equals_batched("qwen2", StorageType::F16);
+    }));
+    if std::env::var(stand_in::cases::CASE_VARIABLE).is_ok() || std::env::args().any(|argument| argument == "--deep") {
+        for base in regular() {
+            for (kind, device) in [("eager", EAGER), ("checked", CHECKED)] {
+                all.push(case(format!("solo_equals_batched::{base}::{kind}"), device, || {
+                    together::solo_equals_batched(base, StorageType::Bf16);
+                }));
+            }
         }
     }
-    println!("\ntest result: {passed} passed; {failed} failed");
-    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    stand_in::cases::run(all)
 }

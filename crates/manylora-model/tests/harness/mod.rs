@@ -132,6 +132,11 @@ impl<B: Backend> Model<B> {
         Self { decoder: weights.allocate(limits).unwrap(), blocks, batch: StepBatch::default() }
     }
 
+    /// Blocks of its cache.
+    pub fn blocks(&self) -> usize {
+        self.blocks
+    }
+
     /// One step: rows `first..first + tokens.len()` of a sequence; logits of `wanted` positions (absolute).
     fn step(&mut self, tokens: &[u32], first: usize, wanted: &[usize], adapters: &[(u32, f32)]) {
         let batch = &mut self.batch;
