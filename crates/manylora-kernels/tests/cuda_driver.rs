@@ -47,8 +47,10 @@ const ON_EVERY_KIND: &[(&str, fn())] = &[
     ("work::any_order_of_dropping", work::any_order_of_dropping),
 ];
 
+type OneKind = (&'static str, fn(), Option<Build>, Environment);
+
 #[rustfmt::skip]
-const ON_ONE_KIND: &[(&str, fn(), Option<Build>, Environment)] = &[
+const ON_ONE_KIND: &[OneKind] = &[
     ("finding::no_driver", finding::no_driver, None, &[]),
     ("finding::no_such_file", finding::no_such_file, None, &[(DRIVER_VARIABLE, "/no/such/libcuda.so")]),
     ("finding::not_a_library", finding::not_a_library, None, &[(DRIVER_VARIABLE, file!())]),

@@ -53,7 +53,7 @@ fn main() -> ExitCode {
     all.push(case("solo_equals_batched_in_half_precision".to_owned(), EAGER, || {
         together::solo_equals_batched("qwen2", StorageType::F16);
     }));
-    if std::env::var(stand_in::cases::CASE_VARIABLE).is_ok() || std::env::args().any(|argument| argument == "--deep") {
+    if stand_in::cases::deep() {
         for base in regular() {
             for (kind, device) in [("eager", EAGER), ("checked", CHECKED)] {
                 all.push(case(format!("solo_equals_batched::{base}::{kind}"), device, || {

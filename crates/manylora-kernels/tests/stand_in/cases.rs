@@ -12,7 +12,7 @@ use manylora_kernels::cuda::{BLAS_VARIABLE, DRIVER_VARIABLE};
 use super::{Build, REQUIRE_VARIABLE, build};
 
 /// Says to a child which case it is.
-pub(crate) const CASE_VARIABLE: &str = "MANYLORA_CUDA_CASE";
+const CASE_VARIABLE: &str = "MANYLORA_CUDA_CASE";
 /// Tells a case where the stand-ins lie.
 pub(crate) const CASE_FOLDER_VARIABLE: &str = "MANYLORA_CUDA_TEST_FOLDER";
 
@@ -31,6 +31,11 @@ pub(crate) struct Case {
     pub(crate) environment: Environment,
 }
 
+/// Whether what takes long is to run too. (A child knows all cases.)
+pub(crate) fn deep() -> bool {
+    std::env::var_os(CASE_VARIABLE).is_some() || std::env::args().any(|argument| argument == "--deep")
+}
+
 enum Outcome {
     Passed(String),
     Failed(String),
@@ -45,7 +50,9 @@ pub(crate) fn run(cases: Vec<Case>) -> ExitCode {
         return ExitCode::SUCCESS;
     }
     if std::env::args().any(|argument| argument == "--list") {
-        cases.iter().for_each(|case| println!("{}: test", case.name));
+        for case in &cases {
+            println!("{}: test", case.name);
+        }
         return ExitCode::SUCCESS;
     }
     let told = std::env::args().any(|argument| argument == "--nocapture");
@@ -60,13 +67,15 @@ pub(crate) fn run(cases: Vec<Case>) -> ExitCode {
     let (next, outcomes) = (AtomicUsize::new(0), Mutex::new([0; 3]));
     let work = || {
         while let Some(case) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let started = Instant::now();
             let outcome = outcome(case, case.build.map(folder).transpose());
+            let took = started.elapsed().as_secs_f32();
             let mut counts = outcomes.lock().unwrap();
             match outcome {
                 Outcome::Passed(said) => {
                     counts[0] += 1;
                     let said = if told { said.as_str() } else { "" };
-                    println!("{said}test {} ... ok", case.name);
+                    println!("{said}test {} ... ok ({took:.1} s)", case.name);
                 }
                 Outcome::Failed(why) => {
                     counts[1] += 1;

@@ -118,7 +118,20 @@ pub struct CudaBackend {
 impl CudaBackend {
     /// Opens a card and reserves its memory.
     pub fn open(options: CudaOptions) -> Result<Self, KernelError> {
-        let CudaOptions { dtype, layers, heads, kv_heads, head_dim, .. } = options;
+        let CudaOptions {
+            ordinal,
+            dtype,
+            layers,
+            heads,
+            kv_heads,
+            head_dim,
+            memory_bytes,
+            adapter_bytes,
+            algorithms,
+            workspace_bytes,
+            library_folders,
+            graphs,
+        } = options;
         let format = match dtype {
             StorageType::Bf16 => "bf16",
             StorageType::F16 => "f16",
@@ -132,13 +145,13 @@ impl CudaBackend {
         if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
             return Err(KernelError::Device(format!("`{heads}` query heads are no multiple of `{kv_heads}` KV heads")));
         }
-        let device = Device::open(options.ordinal)?;
-        let arena = Arena::reserve(device.context(), options.memory_bytes)?;
-        let adapters = arena.region(Holding::Adapters, "the memory of adapters", options.adapter_bytes)?;
+        let device = Device::open(ordinal)?;
+        let arena = Arena::reserve(device.context(), memory_bytes)?;
+        let adapters = arena.region(Holding::Adapters, "the memory of adapters", adapter_bytes)?;
         let uploader = Uploader::new(device.compute(), UPLOAD_CHUNKS, UPLOAD_CHUNK)?;
         let kernels = KernelSet::new(device.kernels(), format, head_dim)?;
-        let workspace = options.workspace_bytes.unwrap_or_else(|| Matmul::advised_workspace(device.context()));
-        let matmul = Matmul::new(&arena, &options.library_folders, workspace, options.algorithms)?;
+        let workspace = workspace_bytes.unwrap_or_else(|| Matmul::advised_workspace(device.context()));
+        let matmul = Matmul::new(&arena, &library_folders, workspace, algorithms)?;
         let sites = Site::count(layers as u32);
         let shape = (heads, kv_heads, head_dim);
         let state = StepState::new(&arena, device.compute(), matmul, sites, shape)?;
@@ -148,7 +161,7 @@ impl CudaBackend {
             dtype,
             sites,
             shape,
-            graphs: options.graphs,
+            graphs,
             recorded: Mutex::new(recorded),
             state: Mutex::new(state),
             kernels,
