@@ -131,7 +131,9 @@ pub(crate) fn linear_agrees_with_float64() {
             }
         };
         for row in 0..rows {
-            chosen(row).iter().for_each(|&(slot, scale)| step.adapters.push(row as u32, slot, scale));
+            for (slot, scale) in chosen(row) {
+                step.adapters.push(row as u32, slot, scale);
+            }
         }
         step.adapters.finish(rows);
         let mut input = backend.one_buffer(rows, inputs, BufferKind::INPUTS).unwrap();
@@ -205,7 +207,7 @@ fn bits(rows: &[Vec<f32>]) -> Vec<Vec<u32>> {
 /// A sequence alone, in other chunks, without recording, gives the bits that it gives in the mixed script.
 pub(crate) fn rows_do_not_depend_on_their_neighbours() {
     let mut together = toy(StorageType::Bf16, true);
-    let mut by_position: Vec<Vec<((u32, usize), Vec<u32>)>> = vec![Vec::new(); 4];
+    let mut by_position: Vec<Vec<(u32, Vec<u32>)>> = vec![Vec::new(); 4];
     for step in script() {
         let (rows, _) = together.step(&step);
         let rows = bits(&rows);
@@ -213,7 +215,7 @@ pub(crate) fn rows_do_not_depend_on_their_neighbours() {
             // The table's first block tells which sequence it is.
             let number = (BLOCKS - 1 - step.block_tables[sequence.table_first as usize] as usize) / 20;
             for row in 0..sequence.rows {
-                let position = (sequence.first_position + row, 0);
+                let position = sequence.first_position + row;
                 by_position[number].push((position, rows[(sequence.first_row + row) as usize].clone()));
             }
         }
@@ -231,7 +233,7 @@ pub(crate) fn rows_do_not_depend_on_their_neighbours() {
                 let (got, _) = alone.step(&batch(&[Part::new(sequence, first, rows, chosen[sequence])], 20));
                 for (row, got) in bits(&got).iter().enumerate() {
                     let (position, want) = &expected[first + row];
-                    assert_eq!(position.0 as usize, first + row);
+                    assert_eq!(*position as usize, first + row);
                     assert!(got == want, "sequence {sequence}, chunks of {chunk}, position {}", first + row);
                 }
                 first += rows;
