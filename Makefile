@@ -17,6 +17,8 @@ SOURCES := $(shell find crates python -type f -not -name '*.so' -not -path '*/__
 # Where the kernels are built for the emulated device, and for cards by the compiler that kernels/requirements.txt names.
 KERNELS := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)/kernels
 NVCC = $(firstword $(wildcard $(CURDIR)/$(VENV)/lib/python3*/site-packages/nvidia/cu13/bin/nvcc))
+# Tests on the emulated device fail where it cannot be built; it is built once.
+EMULATED = MANYLORA_REQUIRE_EMULATOR=1 MANYLORA_EMULATOR_FOLDER="$(KERNELS)" NVCC="$(NVCC)"
 CORES := $(shell nproc 2>/dev/null || echo 2)
 
 .PHONY: demo test test-rust test-loom test-cuda test-cuda-long test-python lint docs fuzz bench data clean help
@@ -78,15 +80,18 @@ $(STAMPS)/nvcc: $(STAMPS)/venv kernels/requirements.txt
 # The kernels on an emulated device and the driver layer over it; then for every card, where no kernel may spill. Needs g++
 # and no GPU; the compiler for cards comes from the package index.
 test-cuda: $(STAMPS)/nvcc
-	$(MAKE) -j$(CORES) -C kernels OUT="$(KERNELS)" test-emu-plain test-emu-check test-kernels
+	$(MAKE) -j$(CORES) -C kernels OUT="$(KERNELS)" emu emu-check test-emu-plain test-emu-check test-kernels
 	NVCC="$(NVCC)" \
-		$(CARGO) clippy --release -p manylora-kernels --features cuda --all-targets --locked -- -D warnings
-	MANYLORA_REQUIRE_EMULATOR=1 NVCC="$(NVCC)" $(CARGO) test --release -p manylora-kernels --features cuda --locked
+		$(CARGO) clippy --release --workspace --features manylora-model/cuda --all-targets --locked -- -D warnings
+	$(EMULATED) $(CARGO) test --release -p manylora-kernels --features cuda --locked
+	$(EMULATED) $(CARGO) test --release --workspace --features manylora-model/cuda --locked --test cuda_logits
 	$(MAKE) -j$(CORES) -C kernels OUT="$(KERNELS)" NVCC="$(NVCC)" registers
 
 # What takes longer: the checkers on the whole grid.
 test-cuda-long: test-cuda
 	$(MAKE) -j$(CORES) -C kernels OUT="$(KERNELS)" DEEP=--deep test-emu test-kernels test-kernels-check test-kernels-asan
+	$(EMULATED) $(CARGO) test --release -p manylora-kernels --features cuda --locked --test cuda_backend -- --deep
+	$(EMULATED) $(CARGO) test --release --workspace --features manylora-model/cuda --locked --test cuda_logits -- --deep
 
 docs: $(STAMPS)/venv
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --release --workspace --no-deps --locked

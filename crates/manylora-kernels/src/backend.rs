@@ -18,7 +18,9 @@ use crate::site::{Site, SiteShape};
 pub enum StorageType {
     /// bfloat16: 2 bytes
     Bf16,
-    /// IEEE single: 4 bytes
+    /// IEEE half: 2 bytes. Processors refuse it; checkpoints of it are kept in a format that they compute in.
+    F16,
+    /// IEEE single: 4 bytes. Cards refuse it.
     F32,
 }
 
@@ -26,7 +28,7 @@ impl StorageType {
     /// Bytes of one element.
     pub const fn bytes(self) -> usize {
         match self {
-            Self::Bf16 => 2,
+            Self::Bf16 | Self::F16 => 2,
             Self::F32 => 4,
         }
     }
@@ -72,6 +74,65 @@ pub struct AttentionShape {
     pub scale: f32,
     /// A row sees at most this many positions, itself included (Mistral's sliding window).
     pub window: Option<usize>,
+}
+
+/// What a buffer holds, hence its number format on a backend.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BufferRole {
+    /// Sums: results of linear maps, the residual stream, logits. Always f32.
+    Sums,
+    /// What linear maps read, in the backend's own format of activations.
+    Inputs,
+}
+
+/// Which rows a buffer holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RowSet {
+    /// Those of the step: [`Backend::begin_step`] says how many there are.
+    Batch,
+    /// Those whose logits are computed: [`Backend::begin_samples`] says which.
+    Samples,
+}
+
+/// Role and rows of a buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BufferKind {
+    /// What it holds.
+    pub role: BufferRole,
+    /// Rows of what.
+    pub rows: RowSet,
+}
+
+impl BufferKind {
+    /// Sums of a step's rows.
+    pub const SUMS: Self = Self { role: BufferRole::Sums, rows: RowSet::Batch };
+    /// Inputs of linear maps over a step's rows.
+    pub const INPUTS: Self = Self { role: BufferRole::Inputs, rows: RowSet::Batch };
+    /// Sums of sampled rows.
+    pub const SAMPLE_SUMS: Self = Self { role: BufferRole::Sums, rows: RowSet::Samples };
+    /// Inputs of linear maps over sampled rows.
+    pub const SAMPLE_INPUTS: Self = Self { role: BufferRole::Inputs, rows: RowSet::Samples };
+}
+
+/// What happens to the heads of q, k and v between their linear maps and the rotation.
+pub struct HeadInputs<'a, B: Backend + ?Sized> {
+    /// Biases of the three maps, `[heads x head_dim]` and `[kv_heads x head_dim]`, added first.
+    pub q_bias: Option<&'a B::Vector>,
+    /// As above.
+    pub k_bias: Option<&'a B::Vector>,
+    /// As above.
+    pub v_bias: Option<&'a B::Vector>,
+    /// RMSNorm of each head of q, `[head_dim]`.
+    pub q_norm: Option<&'a B::Vector>,
+    /// RMSNorm of each head of k, `[head_dim]`.
+    pub k_norm: Option<&'a B::Vector>,
+    /// Of the norms.
+    pub epsilon: f32,
+}
+
+impl<B: Backend + ?Sized> HeadInputs<'_, B> {
+    /// Nothing happens to them.
+    pub const NONE: Self = Self { q_bias: None, k_bias: None, v_bias: None, q_norm: None, k_norm: None, epsilon: 0.0 };
 }
 
 /// What `linear` does with its result.
@@ -222,7 +283,12 @@ impl<A> AdapterTable<A> {
 
 /// The operations of a decoder, over preallocated buffers.
 ///
-/// A `Buffer` is a row-major f32 matrix `[capacity, width]`. `rows` says how many rows an operation works on.
+/// A `Buffer` is a row-major matrix `[capacity, width]`. `rows` says how many rows an operation works on.
+///
+/// A step is [`Self::begin_step`], its operations over buffers of [`RowSet::Batch`], [`Self::end_step`]; its logits are, any
+/// number of times, [`Self::begin_samples`], operations over buffers of [`RowSet::Samples`], [`Self::end_step`]. Operations
+/// return nothing: what goes wrong in one (on a device: the launch of a kernel) comes out of `end_step`, or of `read` and
+/// `argmax`, which wait for results. Every operation of a step gets the batch, plan and adapters that it began with.
 pub trait Backend: Send + Sync + 'static {
     /// Activation matrix.
     type Buffer: Send;
@@ -238,8 +304,26 @@ pub trait Backend: Send + Sync + 'static {
     /// Name for people: `cpu (avx2, 2 threads)`.
     fn describe(&self) -> String;
 
-    /// A zeroed buffer.
-    fn buffer(&self, rows: usize, width: usize) -> Result<Self::Buffer, KernelError>;
+    /// Zeroed buffers of these widths, which one [`Self::linear`] fills or reads together: a backend may put them side by
+    /// side.
+    fn buffers(&self, rows: usize, widths: &[usize], kind: BufferKind) -> Result<Vec<Self::Buffer>, KernelError>;
+
+    /// A zeroed buffer for sums of a step's rows.
+    fn buffer(&self, rows: usize, width: usize) -> Result<Self::Buffer, KernelError> {
+        self.one_buffer(rows, width, BufferKind::SUMS)
+    }
+
+    /// One zeroed buffer.
+    fn one_buffer(&self, rows: usize, width: usize, kind: BufferKind) -> Result<Self::Buffer, KernelError> {
+        let mut made = self.buffers(rows, &[width], kind)?;
+        Ok(made.pop().expect("one buffer for one width"))
+    }
+
+    /// Bytes that [`Self::buffers`] takes.
+    fn buffer_bytes(&self, rows: usize, widths: &[usize], kind: BufferKind) -> u64 {
+        let _ = kind;
+        widths.iter().map(|&width| rows as u64 * width as u64 * StorageType::F32.bytes() as u64).sum()
+    }
 
     /// Announces the largest step (rows, adapter entries, rank of any site, input width of any linear), so that working
     /// memory is had now and no step allocates. A backend without working memory of its own does nothing.
@@ -259,6 +343,15 @@ pub trait Backend: Send + Sync + 'static {
 
     /// Packs a matrix. `what` names it in errors. Refuses nothing but memory: values are rounded to `dtype`.
     fn pack_weight(&self, what: &str, source: &dyn RowSource, dtype: StorageType) -> Result<Self::Weight, KernelError>;
+
+    /// Packs matrices that one [`Self::linear`] multiplies with the same input: a backend may put them side by side.
+    fn pack_weights(
+        &self,
+        parts: &[(&str, &dyn RowSource)],
+        dtype: StorageType,
+    ) -> Result<Vec<Self::Weight>, KernelError> {
+        parts.iter().map(|(what, source)| self.pack_weight(what, *source, dtype)).collect()
+    }
 
     /// A vector.
     fn vector(&self, values: &[f32]) -> Result<Self::Vector, KernelError>;
@@ -304,6 +397,32 @@ pub trait Backend: Send + Sync + 'static {
         feed: &mut FactorFeed<'_>,
     ) -> Result<Self::Adapter, KernelError>;
 
+    /// Starts a step. See [`Backend`].
+    fn begin_step(&self, _batch: &StepBatch, _adapters: &AdapterTable<Self::Adapter>) -> Result<(), KernelError> {
+        Ok(())
+    }
+
+    /// Starts the logits of some `rows` of the step, with their own plan (whose rows count from 0). See [`Backend`].
+    fn begin_samples(
+        &self,
+        _rows: &[u32],
+        _plan: &RowAdapterPlan,
+        _adapters: &AdapterTable<Self::Adapter>,
+    ) -> Result<(), KernelError> {
+        Ok(())
+    }
+
+    /// Ends what the last of them began: the first thing that went wrong in the operations since then.
+    fn end_step(&self) -> Result<(), KernelError> {
+        Ok(())
+    }
+
+    /// Runs `layers`: the operations of all layers. A backend may record what they queue and replay it in later steps,
+    /// without calling it: in all steps of one `walk` they are the same calls, on the same weights, buffers and cache.
+    fn run_layers(&self, _walk: u64, _batch: &StepBatch, layers: &mut dyn FnMut()) {
+        layers();
+    }
+
     /// `out[row] = weight[tokens[row]]`, plus the deltas of adapters that touch `site`.
     fn embed(
         &self,
@@ -314,8 +433,8 @@ pub trait Backend: Send + Sync + 'static {
         out: &mut Self::Buffer,
     );
 
-    /// RMSNorm of groups of `weight.len()` columns of each row (a whole row, or each head for q/k norms), with
-    /// f32 accumulation. `site` is where adapters that touch norms would be found.
+    /// RMSNorm of groups of `weight.len()` columns of each row, with f32 accumulation. `site` is where adapters that touch
+    /// norms would be found.
     fn rms_norm(
         &self,
         rows: usize,
@@ -325,9 +444,6 @@ pub trait Backend: Send + Sync + 'static {
         site: Site,
         out: &mut Self::Buffer,
     );
-
-    /// As [`Self::rms_norm`], in place.
-    fn rms_norm_in_place(&self, rows: usize, values: &mut Self::Buffer, weight: &Self::Vector, epsilon: f32);
 
     /// `out_i = input W_i^T + sum over the row's entries of scale x B(A x) + bias_i` for every part, with one shared
     /// shrink of `input`. The number of parallel regions does not depend on how many adapters the plan mixes.
@@ -343,14 +459,16 @@ pub trait Backend: Send + Sync + 'static {
     /// Sums a row-parallel linear's partial results over devices: nothing on one device.
     fn reduce(&self, _rows: usize, _out: &mut Self::Buffer) {}
 
-    /// Rotates q and k in place (half-split pairs, as Hugging Face's `rotate_half`) and writes k and v to the cache at
-    /// `batch.slot_mapping`. `cos` and `sin` are `[positions, head_dim / 2]`.
+    /// Adds the biases of `heads`, normalizes the heads of q and k where it says so, rotates them (half-split pairs, as
+    /// Hugging Face's `rotate_half`) and writes k and v to the cache at `batch.slot_mapping`. q is changed in place; what
+    /// the buffer of k holds afterwards is the backend's business. `cos` and `sin` are `[positions, head_dim / 2]`.
     #[allow(clippy::too_many_arguments)]
     fn rope_kv_write(
         &self,
         batch: &StepBatch,
         layer: usize,
         shape: &AttentionShape,
+        heads: &HeadInputs<'_, Self>,
         cos: &Self::Vector,
         sin: &Self::Vector,
         q: &mut Self::Buffer,
@@ -371,15 +489,15 @@ pub trait Backend: Send + Sync + 'static {
         out: &mut Self::Buffer,
     );
 
-    /// `gate = silu(gate) * up`
-    fn gated_activation(&self, rows: usize, gate: &mut Self::Buffer, up: &Self::Buffer);
+    /// `out = silu(gate) * up`
+    fn gated_activation(&self, rows: usize, gate: &Self::Buffer, up: &Self::Buffer, out: &mut Self::Buffer);
 
     /// `out[i] = input[rows[i]]`
     fn gather_rows(&self, rows: &[u32], input: &Self::Buffer, out: &mut Self::Buffer);
 
-    /// The first `rows` rows as the host sees them, row-major.
-    fn read<'a>(&'a self, buffer: &'a Self::Buffer, rows: usize) -> &'a [f32];
+    /// The first `rows` rows as the host sees them, row-major, once they are there.
+    fn read<'a>(&'a self, buffer: &'a mut Self::Buffer, rows: usize) -> Result<&'a [f32], KernelError>;
 
     /// Token with the largest value of each of the first `rows` rows; ties go to the lowest id, NaN never wins.
-    fn argmax(&self, rows: usize, logits: &Self::Buffer, out: &mut [u32]);
+    fn argmax(&self, rows: usize, logits: &Self::Buffer, out: &mut [u32]) -> Result<(), KernelError>;
 }

@@ -115,6 +115,12 @@ impl RowAdapterPlan {
         &self.segments
     }
 
+    /// Where each row's entries start in the second list (and where the last one's end), and the entries of all rows, by
+    /// their index.
+    pub fn row_index(&self) -> (&[u32], &[u32]) {
+        (&self.row_first, &self.row_entries)
+    }
+
     /// Indices into [`Self::entries`] of one row, in the request's order.
     pub fn row(&self, row: usize) -> &[u32] {
         &self.row_entries[self.row_first[row] as usize..self.row_first[row + 1] as usize]

@@ -1,4 +1,4 @@
-//! What can go wrong in this crate: only construction can fail; operations of a step cannot.
+//! What can go wrong in this crate: construction, and on a device any step.
 
 /// Errors of the kernel layer.
 #[derive(Debug, thiserror::Error)]
@@ -32,6 +32,16 @@ pub enum KernelError {
     /// The device, its driver or its kernels: the message says what was found and what is needed.
     #[error("{0}")]
     Device(String),
+    /// The backend does not store this format.
+    #[error("the {backend} backend does not store {dtype}; choose dtype {choose}")]
+    Format {
+        /// Which backend.
+        backend: &'static str,
+        /// The format asked for.
+        dtype: &'static str,
+        /// What it stores.
+        choose: &'static str,
+    },
     /// Reading the source of a weight failed.
     #[error("{0}")]
     Source(String),

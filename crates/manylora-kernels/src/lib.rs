@@ -16,8 +16,8 @@ pub mod error;
 pub mod site;
 
 pub use backend::{
-    AdapterTable, AttentionShape, Backend, FactorFeed, FactorSink, FactorType, FillFactors, KvShape, LinearOutput,
-    LinearPart, PackedAdapter, RowSource, StorageType, StoredFactor,
+    AdapterTable, AttentionShape, Backend, BufferKind, BufferRole, FactorFeed, FactorSink, FactorType, FillFactors,
+    HeadInputs, KvShape, LinearOutput, LinearPart, PackedAdapter, RowSet, RowSource, StorageType, StoredFactor,
 };
 pub use batch::{AdapterEntry, AdapterSegment, RowAdapterPlan, SequenceRows, StepBatch};
 pub use error::KernelError;

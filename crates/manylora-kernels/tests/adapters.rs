@@ -85,7 +85,7 @@ fn the_embedding_gathers_a_by_token() {
             batch.adapters.finish(rows.len());
             let mut out = backend.buffer(rows.len(), width).unwrap();
             backend.embed(&batch, &adapters, &weight, Site::EMBED, &mut out);
-            backend.read(&out, rows.len()).to_vec()
+            backend.read(&mut out, rows.len()).unwrap().to_vec()
         };
         let round = |value: f32| if dtype == StorageType::F32 { value } else { bf16::from_f32(value).to_f32() };
         let all = run(&(0..tokens.len()).collect::<Vec<_>>());

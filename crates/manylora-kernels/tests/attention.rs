@@ -4,7 +4,7 @@
 
 use half::bf16;
 use manylora_kernels::cpu::{CpuBackend, CpuOptions, KvCache, SimdLevel, kv_block_bytes};
-use manylora_kernels::{AttentionShape, Backend, KvShape, SequenceRows, StepBatch, StorageType};
+use manylora_kernels::{AttentionShape, Backend, HeadInputs, KvShape, SequenceRows, StepBatch, StorageType};
 
 /// Numbers in -1..1 that look random and are always the same.
 struct Numbers(u64);
@@ -121,7 +121,7 @@ fn run(backend: &CpuBackend, shape: &AttentionShape, sequences: &[Sequence], sch
                 v.row_mut(row).copy_from_slice(&sequence.v[position * kv_width..(position + 1) * kv_width]);
             }
         }
-        backend.rope_kv_write(&batch, 1, shape, &cos, &sin, &mut q, &mut k, &v, &mut cache);
+        backend.rope_kv_write(&batch, 1, shape, &HeadInputs::NONE, &cos, &sin, &mut q, &mut k, &v, &mut cache);
         backend.attention(&batch, 1, shape, &q, &cache, &mut out);
         let mut next = batch.sequences.iter();
         for (index, sequence) in sequences.iter().enumerate() {
@@ -142,6 +142,7 @@ fn reference(shape: &AttentionShape, sequence: &Sequence, dtype: StorageType) ->
     let stored = |value: f32| match dtype {
         StorageType::Bf16 => f64::from(bf16::from_f32(value).to_f32()),
         StorageType::F32 => f64::from(value),
+        StorageType::F16 => half::f16::from_f32(value).to_f64(),
     };
     let head_dim = shape.head_dim;
     let group = shape.heads / shape.kv_heads;
@@ -333,12 +334,24 @@ fn cache_rounds_to_nearest_even_and_keeps_layers_and_blocks_apart() {
                 slot_mapping: (0..20).rev().collect(),
                 ..StepBatch::default()
             };
-            backend.rope_kv_write(&batch, layer, &shape, &ones, &zeros, &mut q, &mut k, &v, &mut cache);
+            backend.rope_kv_write(
+                &batch,
+                layer,
+                &shape,
+                &HeadInputs::NONE,
+                &ones,
+                &zeros,
+                &mut q,
+                &mut k,
+                &v,
+                &mut cache,
+            );
             written.push((k, v));
         }
         let stored = |value: f32| match dtype {
             StorageType::Bf16 => bf16::from_f32(value).to_f32(),
             StorageType::F32 => value,
+            StorageType::F16 => half::f16::from_f32(value).to_f32(),
         };
         for (layer, (k, v)) in written.iter().enumerate() {
             for slot in 0..20 {
@@ -411,7 +424,7 @@ fn released_blocks_lose_their_memory_and_their_neighbours_nothing() {
         slot_mapping: (0..120).collect(),
         ..StepBatch::default()
     };
-    backend.rope_kv_write(&batch, 0, &shape, &ones, &zeros, &mut q, &mut k, &v, &mut cache);
+    backend.rope_kv_write(&batch, 0, &shape, &HeadInputs::NONE, &ones, &zeros, &mut q, &mut k, &v, &mut cache);
     cache.release_blocks(&[1]);
     for slot in (0..40).chain(80..120) {
         assert_eq!(cache.read_position(0, slot), (vec![1.0; 256], vec![2.0; 256]), "slot {slot}");
@@ -420,7 +433,7 @@ fn released_blocks_lose_their_memory_and_their_neighbours_nothing() {
         assert_eq!(cache.read_position(0, 60).1[0], 0.0, "the middle of the block was given back");
     }
     // A block that was given back can be used again.
-    backend.rope_kv_write(&batch, 0, &shape, &ones, &zeros, &mut q, &mut k, &v, &mut cache);
+    backend.rope_kv_write(&batch, 0, &shape, &HeadInputs::NONE, &ones, &zeros, &mut q, &mut k, &v, &mut cache);
     assert_eq!(cache.read_position(0, 60), (vec![1.0; 256], vec![2.0; 256]));
 }
 

@@ -4,7 +4,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use manylora_kernels::cpu::{CpuBackend, CpuOptions, SimdLevel};
-use manylora_kernels::{AttentionShape, Backend, KvShape, SequenceRows, Site, StepBatch, StorageType};
+use manylora_kernels::{AttentionShape, Backend, HeadInputs, KvShape, SequenceRows, Site, StepBatch, StorageType};
 
 struct Counting;
 
@@ -44,7 +44,9 @@ fn a_decode_step_allocates_nothing() {
         let mut k = backend.buffer(rows, kv_heads * head_dim).unwrap();
         let v = backend.buffer(rows, kv_heads * head_dim).unwrap();
         let mut out = backend.buffer(rows, heads * head_dim).unwrap();
+        let mut activated = backend.buffer(rows, heads * head_dim).unwrap();
         let logits = backend.buffer(rows, 50_000).unwrap();
+        let heads = HeadInputs { q_norm: Some(&weight), k_norm: Some(&weight), epsilon: 1e-5, ..HeadInputs::NONE };
         let mut tokens = vec![0; rows];
         let mut batch = StepBatch::default();
         // Positions grow from step to step, over block borders. A worker thread that starts late allocates in what is its
@@ -69,13 +71,12 @@ fn a_decode_step_allocates_nothing() {
                 });
             }
             let before = ALLOCATIONS.load(Ordering::Relaxed);
-            backend.rms_norm_in_place(rows, &mut q, &weight, 1e-5);
-            backend.rope_kv_write(&batch, 0, &shape, &cos, &sin, &mut q, &mut k, &v, &mut cache);
+            backend.rope_kv_write(&batch, 0, &shape, &heads, &cos, &sin, &mut q, &mut k, &v, &mut cache);
             backend.attention(&batch, 0, &shape, &q, &cache, &mut out);
             backend.rms_norm(rows, &out, &weight, 1e-5, Site::FINAL_NORM, &mut q);
-            backend.gated_activation(rows, &mut q, &out);
-            backend.gather_rows(&[0, 5], &q, &mut out);
-            backend.argmax(rows, &logits, &mut tokens);
+            backend.gated_activation(rows, &q, &out, &mut activated);
+            backend.gather_rows(&[0, 5], &activated, &mut out);
+            backend.argmax(rows, &logits, &mut tokens).unwrap();
             count += ALLOCATIONS.load(Ordering::Relaxed) - before;
             if step % 25 == 24 {
                 fewest = fewest.min(count);

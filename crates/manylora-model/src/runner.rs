@@ -43,14 +43,15 @@ pub trait AdapterPacker: Send + Sync {
 pub trait Runner: Send {
     /// For people: backend, dtype, bytes.
     fn describe(&self) -> String;
-    /// Runs all layers over the batch; the hidden rows named by `batch.sample_rows` are kept for [`Self::logits`].
-    fn forward(&mut self, batch: &StepBatch);
+    /// Runs all layers over the batch; the hidden rows named by `batch.sample_rows` are kept for [`Self::logits`]. An error
+    /// here, and in what asks for results, is one of the device: the runner is of no use any more.
+    fn forward(&mut self, batch: &StepBatch) -> Result<(), ModelError>;
     /// Computes the logits of `batch.sample_rows[first..first + count]`; `count <= max_logit_rows()`.
-    fn logits(&mut self, batch: &StepBatch, first: usize, count: usize);
+    fn logits(&mut self, batch: &StepBatch, first: usize, count: usize) -> Result<(), ModelError>;
     /// Logits `[count, vocab]` of the last [`Self::logits`] call.
-    fn read_logits(&self, count: usize) -> &[f32];
+    fn read_logits(&mut self, count: usize) -> Result<&[f32], ModelError>;
     /// Greedy tokens of the rows of the last [`Self::logits`] call.
-    fn argmax(&mut self, count: usize, out: &mut [u32]);
+    fn argmax(&mut self, count: usize, out: &mut [u32]) -> Result<(), ModelError>;
     /// Most rows of one [`Self::logits`] call.
     fn max_logit_rows(&self) -> usize;
     /// Packs adapters for this model.

@@ -11,40 +11,42 @@ use super::vector::{self, LANES, Vector8, VectorKernel};
 const GRAIN: usize = 4096;
 
 /// See [`crate::Backend::gated_activation`].
-pub(super) fn gated_activation(backend: &CpuBackend, rows: usize, gate: &mut Buffer, up: &Buffer) {
-    assert_eq!(gate.width, up.width, "gate and up have one width");
+pub(super) fn gated_activation(backend: &CpuBackend, rows: usize, gate: &Buffer, up: &Buffer, out: &mut Buffer) {
+    assert!(gate.width == up.width && gate.width == out.width, "gate, up and the result have one width");
     let used = rows * gate.width;
-    let up = &up.data[..used];
+    let (gate, up) = (&gate.data[..used], &up.data[..used]);
     let level = backend.level;
     // Eight values are a unit (the last one may be shorter), so that one row is shared by threads as many are.
-    let (whole, tail) = gate.data[..used].split_at_mut(used / LANES * LANES);
-    run_rows(&backend.pool, whole, LANES, GRAIN / LANES, &|first, gate| {
-        let up = &up[first * LANES..first * LANES + gate.len()];
-        vector::run(level, Gate { gate, up });
+    let (whole, tail) = out.data[..used].split_at_mut(used / LANES * LANES);
+    run_rows(&backend.pool, whole, LANES, GRAIN / LANES, &|first, out| {
+        let part = first * LANES..first * LANES + out.len();
+        vector::run(level, SiluProduct { gate: &gate[part.clone()], up: &up[part], out });
     });
     if !tail.is_empty() {
-        let up = &up[used - tail.len()..];
-        vector::run(level, Gate { gate: tail, up });
+        let part = used - tail.len()..used;
+        vector::run(level, SiluProduct { gate: &gate[part.clone()], up: &up[part], out: tail });
     }
 }
 
-struct Gate<'a> {
-    gate: &'a mut [f32],
+struct SiluProduct<'a> {
+    gate: &'a [f32],
     up: &'a [f32],
+    out: &'a mut [f32],
 }
 
-impl VectorKernel for Gate<'_> {
+impl VectorKernel for SiluProduct<'_> {
     #[inline(always)]
     fn run<V: Vector8>(self, vector: V) {
-        let (gates, gates_tail) = self.gate.as_chunks_mut::<LANES>();
+        let (gates, gates_tail) = self.gate.as_chunks::<LANES>();
         let (ups, ups_tail) = self.up.as_chunks::<LANES>();
-        for (gate, up) in gates.iter_mut().zip(ups) {
+        let (outs, outs_tail) = self.out.as_chunks_mut::<LANES>();
+        for (out, (gate, up)) in outs.iter_mut().zip(gates.iter().zip(ups)) {
             let value = gated(vector, vector.load(gate), vector.load(up));
-            vector.store(value, gate);
+            vector.store(value, out);
         }
-        if !gates_tail.is_empty() {
+        if !outs_tail.is_empty() {
             let value = gated(vector, vector.load_padded(gates_tail), vector.load_padded(ups_tail));
-            vector.store_prefix(value, gates_tail);
+            vector.store_prefix(value, outs_tail);
         }
     }
 }

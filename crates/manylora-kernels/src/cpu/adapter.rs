@@ -206,6 +206,7 @@ impl<'s> Packing<'s> {
                     rows.widen(&mut self.widened);
                     panel_f32(&self.widened, rank, panel);
                 }
+                StorageType::F16 => unreachable!("refused where it is asked for"),
             }
         }
         Ok(())
@@ -268,6 +269,7 @@ fn store_values(dtype: StorageType, blob: &mut [u8], values: &[f32]) {
                 *two = f32_to_bf16(*value).to_ne_bytes();
             }
         }
+        StorageType::F16 => unreachable!("refused where it is asked for"),
     }
 }
 
@@ -340,6 +342,7 @@ mod tests {
         match dtype {
             StorageType::F32 => f32::from_ne_bytes(blob[index * 4..][..4].try_into().unwrap()),
             StorageType::Bf16 => bf16::from_ne_bytes(blob[index * 2..][..2].try_into().unwrap()).to_f32(),
+            StorageType::F16 => unreachable!(),
         }
     }
 
@@ -350,6 +353,7 @@ mod tests {
         match dtype {
             StorageType::F32 => element(panel, dtype, r * 16 + lane),
             StorageType::Bf16 => element(panel, dtype, r * 16 + lane % 8 * 2 + lane / 8),
+            StorageType::F16 => unreachable!(),
         }
     }
 
@@ -378,6 +382,7 @@ mod tests {
                     let wanted = |value: f32| match dtype {
                         StorageType::F32 => stored(value, stored_as),
                         StorageType::Bf16 => bf16::from_f32(stored(value, stored_as)).to_f32(),
+                        StorageType::F16 => unreachable!(),
                     };
                     let (embedding, linear) =
                         (adapter.factors(Site::EMBED).unwrap(), adapter.factors(Site(6)).unwrap());

@@ -91,6 +91,7 @@ pub(super) fn attention(
         match dtype {
             StorageType::Bf16 => vector::run(level, Worker::<bf16> { call, part, element: std::marker::PhantomData }),
             StorageType::F32 => vector::run(level, Worker::<f32> { call, part, element: std::marker::PhantomData }),
+            StorageType::F16 => unreachable!("refused where it is asked for"),
         }
     };
     if tasks <= 1 { work(0, 1) } else { backend.pool.run(&work) }

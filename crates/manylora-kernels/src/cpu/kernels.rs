@@ -150,6 +150,7 @@ pub(super) fn expand_kernel(level: SimdLevel, dtype: StorageType) -> ExpandKerne
         (SimdLevel::Avx2 | SimdLevel::Avx512Bf16, StorageType::Bf16) => x86::avx2_expand::expand_bf16,
         (_, StorageType::F32) => portable::gemm::expand_f32,
         (_, StorageType::Bf16) => portable::gemm::expand_bf16,
+        (_, StorageType::F16) => unreachable!("refused where it is asked for"),
     }
 }
 
@@ -162,6 +163,7 @@ pub(super) fn shrink_kernel(level: SimdLevel, dtype: StorageType) -> ShrinkKerne
         (SimdLevel::Avx2 | SimdLevel::Avx512Bf16, StorageType::Bf16) => x86::avx2_shrink::shrink_bf16,
         (_, StorageType::F32) => portable::shrink::shrink_f32,
         (_, StorageType::Bf16) => portable::shrink::shrink_bf16,
+        (_, StorageType::F16) => unreachable!("refused where it is asked for"),
     }
 }
 

@@ -163,6 +163,7 @@ impl KvCache {
                 let at = 4 * index;
                 f32::from_ne_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
             }
+            StorageType::F16 => unreachable!("refused where it is asked for"),
         };
         let columns = 0..kv_heads * head_dim;
         let head = |column: usize| column / head_dim * head_dim * block_size;

@@ -296,6 +296,7 @@ unsafe fn element(segment: &Segment, index: usize) -> f32 {
                 let a: *const u16 = segment.a.cast();
                 super::pack::bf16_to_f32(*a.add(index))
             }
+            crate::StorageType::F16 => unreachable!("refused where it is asked for"),
         }
     }
 }

@@ -43,7 +43,8 @@ pub use pool::{CoreLoan, Pool, PoolOptions};
 pub use topology::default_threads;
 
 use crate::backend::{
-    AdapterTable, AttentionShape, Backend, FactorFeed, FillFactors, KvShape, LinearPart, RowSource, StorageType,
+    AdapterTable, AttentionShape, Backend, BufferKind, FactorFeed, FillFactors, HeadInputs, KvShape, LinearPart,
+    RowSource, StorageType,
 };
 use crate::batch::{RowAdapterPlan, StepBatch};
 use crate::error::KernelError;
@@ -111,8 +112,8 @@ impl Backend for CpuBackend {
         format!("cpu ({}, {threads} thread{})", self.level, if threads == 1 { "" } else { "s" })
     }
 
-    fn buffer(&self, rows: usize, width: usize) -> Result<Buffer, KernelError> {
-        Buffer::zeroed(rows, width)
+    fn buffers(&self, rows: usize, widths: &[usize], _kind: BufferKind) -> Result<Vec<Buffer>, KernelError> {
+        widths.iter().map(|&width| Buffer::zeroed(rows, width)).collect()
     }
 
     fn reserve(&self, _rows: usize, entries: usize, rank: usize, width: usize) -> Result<(), KernelError> {
@@ -128,6 +129,7 @@ impl Backend for CpuBackend {
     }
 
     fn pack_weight(&self, what: &str, source: &dyn RowSource, dtype: StorageType) -> Result<PackedWeight, KernelError> {
+        computed(dtype)?;
         PackedWeight::pack(&self.pool, PanelFormat::of_weight(self.level, dtype), what, source)
     }
 
@@ -146,6 +148,7 @@ impl Backend for CpuBackend {
     }
 
     fn kv_cache(&self, shape: KvShape) -> Result<KvCache, KernelError> {
+        computed(shape.dtype)?;
         KvCache::new(shape, self.pool.threads())
     }
 
@@ -163,6 +166,7 @@ impl Backend for CpuBackend {
         dtype: StorageType,
         fill: &mut FillFactors<'_>,
     ) -> Result<CpuAdapter, KernelError> {
+        computed(dtype)?;
         CpuAdapter::pack(self.level, sites, dtype, fill)
     }
 
@@ -172,6 +176,7 @@ impl Backend for CpuBackend {
         dtype: StorageType,
         feed: &mut FactorFeed<'_>,
     ) -> Result<CpuAdapter, KernelError> {
+        computed(dtype)?;
         CpuAdapter::pack_stored(self.level, sites, dtype, feed)
     }
 
@@ -199,10 +204,6 @@ impl Backend for CpuBackend {
         norm::rms_norm(self, rows, input, weight, epsilon, site, out);
     }
 
-    fn rms_norm_in_place(&self, rows: usize, values: &mut Buffer, weight: &AlignedVec<f32>, epsilon: f32) {
-        norm::rms_norm_in_place(self, rows, values, weight, epsilon);
-    }
-
     fn linear(
         &self,
         rows: usize,
@@ -219,6 +220,7 @@ impl Backend for CpuBackend {
         batch: &StepBatch,
         layer: usize,
         shape: &AttentionShape,
+        heads: &HeadInputs<'_, Self>,
         cos: &AlignedVec<f32>,
         sin: &AlignedVec<f32>,
         q: &mut Buffer,
@@ -226,7 +228,7 @@ impl Backend for CpuBackend {
         v: &Buffer,
         cache: &mut KvCache,
     ) {
-        rope::rope_kv_write(self, batch, layer, shape, cos, sin, q, k, v, cache);
+        rope::rope_kv_write(self, batch, layer, shape, heads, cos, sin, q, k, v, cache);
     }
 
     fn attention(
@@ -241,19 +243,30 @@ impl Backend for CpuBackend {
         attention::attention(self, batch, layer, shape, q, cache, out);
     }
 
-    fn gated_activation(&self, rows: usize, gate: &mut Buffer, up: &Buffer) {
-        activation::gated_activation(self, rows, gate, up);
+    fn gated_activation(&self, rows: usize, gate: &Buffer, up: &Buffer, out: &mut Buffer) {
+        activation::gated_activation(self, rows, gate, up, out);
     }
 
     fn gather_rows(&self, rows: &[u32], input: &Buffer, out: &mut Buffer) {
         embed::gather_rows(rows, input, out);
     }
 
-    fn read<'a>(&'a self, buffer: &'a Buffer, rows: usize) -> &'a [f32] {
-        &buffer.data[..rows * buffer.width]
+    fn read<'a>(&'a self, buffer: &'a mut Buffer, rows: usize) -> Result<&'a [f32], KernelError> {
+        Ok(&buffer.data[..rows * buffer.width])
     }
 
-    fn argmax(&self, rows: usize, logits: &Buffer, out: &mut [u32]) {
+    fn argmax(&self, rows: usize, logits: &Buffer, out: &mut [u32]) -> Result<(), KernelError> {
         argmax::argmax(self, rows, logits, out);
+        Ok(())
+    }
+}
+
+/// An error for the format that no level computes in.
+fn computed(dtype: StorageType) -> Result<(), KernelError> {
+    match dtype {
+        StorageType::Bf16 | StorageType::F32 => Ok(()),
+        StorageType::F16 => {
+            Err(KernelError::Format { backend: "CPU", dtype: "float16", choose: "bfloat16 or float32" })
+        }
     }
 }

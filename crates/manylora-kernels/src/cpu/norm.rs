@@ -30,30 +30,13 @@ pub(super) fn rms_norm(
     let level = backend.level;
     run_rows(&backend.pool, out, group, GRAIN / group, &|first, out| {
         let input = &input[first * group..first * group + out.len()];
-        vector::run(level, Normalize { input: Some(input), weight, epsilon, out });
+        vector::run(level, Normalize { input, weight, epsilon, out });
     });
 }
 
-/// See [`crate::Backend::rms_norm_in_place`].
-pub(super) fn rms_norm_in_place(
-    backend: &CpuBackend,
-    rows: usize,
-    values: &mut Buffer,
-    weight: &AlignedVec<f32>,
-    epsilon: f32,
-) {
-    let group = weight.len();
-    assert!(group > 0 && values.width.is_multiple_of(group), "{} by {group}", values.width);
-    let used = rows * values.width;
-    let level = backend.level;
-    run_rows(&backend.pool, &mut values.data[..used], group, GRAIN / group, &|_, out| {
-        vector::run(level, Normalize { input: None, weight, epsilon, out });
-    });
-}
-
-/// Groups of one thread; without an input `out` is normalized in place.
+/// Groups of one thread.
 struct Normalize<'a> {
-    input: Option<&'a [f32]>,
+    input: &'a [f32],
     weight: &'a [f32],
     epsilon: f32,
     out: &'a mut [f32],
@@ -64,22 +47,26 @@ impl VectorKernel for Normalize<'_> {
     fn run<V: Vector8>(self, vector: V) {
         let group = self.weight.len();
         for (index, out) in self.out.chunks_exact_mut(group).enumerate() {
-            if let Some(input) = self.input {
-                out.copy_from_slice(&input[index * group..(index + 1) * group]);
-            }
-            let mean = sum_of_squares(vector, out) / group as f32;
-            let factor = vector.splat(1.0 / (mean + self.epsilon).sqrt());
-            let (values, values_tail) = out.as_chunks_mut::<LANES>();
-            let (weights, weights_tail) = self.weight.as_chunks::<LANES>();
-            for (value, weight) in values.iter_mut().zip(weights) {
-                let normal = vector.mul(vector.load(value), factor);
-                vector.store(vector.mul(normal, vector.load(weight)), value);
-            }
-            if !values_tail.is_empty() {
-                let normal = vector.mul(vector.load_padded(values_tail), factor);
-                vector.store_prefix(vector.mul(normal, vector.load_padded(weights_tail)), values_tail);
-            }
+            out.copy_from_slice(&self.input[index * group..(index + 1) * group]);
+            normalize(vector, out, self.weight, self.epsilon);
         }
+    }
+}
+
+/// Normalizes one group in place.
+#[inline(always)]
+pub(super) fn normalize<V: Vector8>(vector: V, group: &mut [f32], weight: &[f32], epsilon: f32) {
+    let mean = sum_of_squares(vector, group) / group.len() as f32;
+    let factor = vector.splat(1.0 / (mean + epsilon).sqrt());
+    let (values, values_tail) = group.as_chunks_mut::<LANES>();
+    let (weights, weights_tail) = weight.as_chunks::<LANES>();
+    for (value, weight) in values.iter_mut().zip(weights) {
+        let normal = vector.mul(vector.load(value), factor);
+        vector.store(vector.mul(normal, vector.load(weight)), value);
+    }
+    if !values_tail.is_empty() {
+        let normal = vector.mul(vector.load_padded(values_tail), factor);
+        vector.store_prefix(vector.mul(normal, vector.load_padded(weights_tail)), values_tail);
     }
 }
 

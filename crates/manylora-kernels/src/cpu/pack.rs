@@ -35,8 +35,9 @@ impl PanelFormat {
     pub const fn of_weight(level: SimdLevel, dtype: StorageType) -> Self {
         match (dtype, level) {
             (StorageType::F32, _) => Self::F32,
-            (StorageType::Bf16, SimdLevel::Avx512Bf16) => Self::Bf16Pairs,
-            (StorageType::Bf16, _) => Self::Bf16,
+            // F16 is never packed; its bytes can be asked for.
+            (StorageType::Bf16 | StorageType::F16, SimdLevel::Avx512Bf16) => Self::Bf16Pairs,
+            (StorageType::Bf16 | StorageType::F16, _) => Self::Bf16,
         }
     }
 
@@ -45,7 +46,7 @@ impl PanelFormat {
     pub const fn of_adapter(dtype: StorageType) -> Self {
         match dtype {
             StorageType::F32 => Self::F32,
-            StorageType::Bf16 => Self::Bf16,
+            StorageType::Bf16 | StorageType::F16 => Self::Bf16,
         }
     }
 

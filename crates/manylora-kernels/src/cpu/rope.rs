@@ -1,4 +1,4 @@
-//! Rotary position embedding, and the write of K and V to the cache, in one pass.
+//! Biases and norms of heads, rotary position embedding, and the write of K and V to the cache, in one pass.
 #![expect(clippy::inline_always, reason = "inlined into the function that switches the level's instructions on")]
 #![expect(unsafe_code, reason = "threads write disjoint heads of q and k and disjoint slots of the cache")]
 
@@ -7,9 +7,10 @@ use half::bf16;
 use super::CpuBackend;
 use super::kv_cache::KvCache;
 use super::memory::{AlignedVec, Buffer};
+use super::norm::normalize;
 use super::parallel::{Shared, run_units};
 use super::vector::{self, Element, LANES, Vector8, VectorKernel};
-use crate::backend::{AttentionShape, StorageType};
+use crate::backend::{AttentionShape, HeadInputs, StorageType};
 use crate::batch::StepBatch;
 
 /// Values that a thread should have to work on before another one is worth waking.
@@ -22,6 +23,7 @@ pub(super) fn rope_kv_write(
     batch: &StepBatch,
     layer: usize,
     shape: &AttentionShape,
+    heads: &HeadInputs<'_, CpuBackend>,
     cos: &AlignedVec<f32>,
     sin: &AlignedVec<f32>,
     q: &mut Buffer,
@@ -43,9 +45,17 @@ pub(super) fn rope_kv_write(
     assert!(batch.positions.iter().all(|&position| (position as usize + 1) * half <= table), "beyond the rotary table");
     assert!(batch.slot_mapping.iter().all(|&slot| (slot as usize) < cache.positions()), "slot outside the cache");
 
+    for (bias, width) in [(heads.q_bias, q.width), (heads.k_bias, k.width), (heads.v_bias, v.width)] {
+        assert!(bias.is_none_or(|bias| bias.len() == width), "a bias has one value per output");
+    }
+    for norm in [heads.q_norm, heads.k_norm].into_iter().flatten() {
+        assert!(norm.len() == head_dim, "a norm of heads has one value per column");
+    }
+
     let call = Call {
         batch,
         shape,
+        heads,
         cos,
         sin,
         q: Shared::new(q.as_mut_ptr()),
@@ -61,12 +71,14 @@ pub(super) fn rope_kv_write(
     run_units(&backend.pool, rows * shape.kv_heads, GRAIN / per_unit, &|units| match kv.dtype {
         StorageType::Bf16 => vector::run(level, Share::<bf16> { call, units, element: std::marker::PhantomData }),
         StorageType::F32 => vector::run(level, Share::<f32> { call, units, element: std::marker::PhantomData }),
+        StorageType::F16 => unreachable!("refused where it is asked for"),
     });
 }
 
 struct Call<'a> {
     batch: &'a StepBatch,
     shape: &'a AttentionShape,
+    heads: &'a HeadInputs<'a, CpuBackend>,
     cos: &'a [f32],
     sin: &'a [f32],
     q: Shared<f32>,
@@ -101,13 +113,16 @@ impl<E: Element> VectorKernel for Share<'_, E> {
                 let q = unsafe {
                     std::slice::from_raw_parts_mut(call.q.get().add((row * heads + head) * head_dim), head_dim)
                 };
+                prepare(vector, q, head, call.heads.q_bias, call.heads.q_norm, call.heads.epsilon);
                 rotate(vector, q, cos, sin);
             }
             // SAFETY: as for q.
             let k = unsafe {
                 std::slice::from_raw_parts_mut(call.k.get().add((row * kv_heads + kv_head) * head_dim), head_dim)
             };
+            prepare(vector, k, kv_head, call.heads.k_bias, call.heads.k_norm, call.heads.epsilon);
             rotate(vector, k, cos, sin);
+            let v_bias = call.heads.v_bias.map(|bias| &bias[kv_head * head_dim..(kv_head + 1) * head_dim]);
 
             let slot = call.batch.slot_mapping[row] as usize;
             let (block, within) = (slot / call.block_size, slot % call.block_size);
@@ -121,10 +136,32 @@ impl<E: Element> VectorKernel for Share<'_, E> {
                 let values = start.add((kv_heads + kv_head) * head_len + within * head_dim);
                 let v = &call.v.row(row)[kv_head * head_dim..(kv_head + 1) * head_dim];
                 for (column, &value) in v.iter().enumerate() {
+                    let value = v_bias.map_or(value, |bias| value + bias[column]);
                     values.add(column).write(E::from_f32(value));
                 }
             }
         }
+    }
+}
+
+/// Adds a head's part of the bias and normalizes the head.
+#[inline(always)]
+fn prepare<V: Vector8>(
+    vector: V,
+    values: &mut [f32],
+    head: usize,
+    bias: Option<&AlignedVec<f32>>,
+    norm: Option<&AlignedVec<f32>>,
+    epsilon: f32,
+) {
+    if let Some(bias) = bias {
+        let first = head * values.len();
+        for (value, bias) in values.iter_mut().zip(&bias[first..]) {
+            *value += bias;
+        }
+    }
+    if let Some(norm) = norm {
+        normalize(vector, values, norm, epsilon);
     }
 }
 

@@ -198,6 +198,11 @@ impl<T: DeviceElement> DeviceSlice<T> {
 
     /// Copies `values` to `first..`, and waits. For small things at the start; `staging` has the fast ways.
     pub fn write(&mut self, stream: &Stream, first: usize, values: &[T]) -> Result<(), CudaError> {
+        self.write_shared(stream, first, values)
+    }
+
+    /// As [`Self::write`], of memory that several own.
+    pub(super) fn write_shared(&self, stream: &Stream, first: usize, values: &[T]) -> Result<(), CudaError> {
         self.within(&(first..first.saturating_add(values.len())))?;
         if values.is_empty() {
             return Ok(());

@@ -18,20 +18,20 @@ use super::stream::Stream;
 /// Records launches into graphs.
 #[derive(Debug)]
 pub struct Recorder {
-    stream: Stream,
+    stream: Arc<Stream>,
 }
 
 impl Recorder {
     /// A recorder with a stream of its own, on which nothing ever runs.
     pub fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
-        Ok(Self { stream: Stream::new(context)? })
+        Ok(Self { stream: Arc::new(Stream::new(context)?) })
     }
 
     /// Records what `work` queues on the stream that it is given, and makes it ready to run. Whatever happens in `work`,
     /// recording ends: on an error or a panic what was recorded is thrown away.
     ///
     /// Kernels should have run once before, because a driver may load them at their first launch.
-    pub fn record<E: From<CudaError>>(&mut self, work: impl FnOnce(&Stream) -> Result<(), E>) -> Result<Graph, E> {
+    pub fn record<E: From<CudaError>>(&mut self, work: impl FnOnce(&Arc<Stream>) -> Result<(), E>) -> Result<Graph, E> {
         let context = self.stream.context();
         context.bind()?;
         let mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
@@ -173,7 +173,7 @@ impl<K: Eq + Hash> GraphCache<K> {
     pub fn get_or_record<E: From<CudaError>>(
         &mut self,
         key: K,
-        work: impl FnOnce(&Stream) -> Result<(), E>,
+        work: impl FnOnce(&Arc<Stream>) -> Result<(), E>,
     ) -> Result<&mut Graph, E> {
         use std::collections::hash_map::Entry;
         match self.graphs.entry(key) {

@@ -1,13 +1,14 @@
-//! CUDA: everything below the operations, from finding the driver to replaying a recorded step.
+//! CUDA: the backend for cards, and everything below it, from finding the driver to replaying a recorded step.
 //!
 //! Nothing here needs a card, a driver or a CUDA toolkit to build, and nothing panics where they are missing at run time.
 //!
 //! Reading order: `error`, `library` (what is on this machine), `context` and `stream` (one card), `memory`,
 //! `free_list` and `arena` (where everything lies), `module`, `launch` and [`arguments`] (kernels), `staging` (moving bytes),
-//! `matmul` (base GEMMs), `graph` (a step by one call), `device` (a card that is ready).
+//! `matmul` (base GEMMs), `graph` (a step by one call), `device` (a card that is ready), `backend` (the operations).
 
 mod arena;
 pub mod arguments;
+mod backend;
 mod context;
 mod device;
 mod error;
@@ -22,6 +23,7 @@ mod staging;
 mod stream;
 
 pub use arena::{Arena, ArenaUsage, DeviceSlice, Holding};
+pub use backend::{CudaAdapter, CudaBackend, CudaBuffer, CudaKvCache, CudaOptions, CudaVector, CudaWeight};
 pub use context::{Context, DeviceMemoryState, DeviceProperties, LEAST_CAPABILITY, device_count};
 pub use device::Device;
 pub use error::CudaError;

@@ -291,6 +291,12 @@ impl StepWriter<'_> {
         self.send_bytes(stream, bytes)
     }
 
+    /// As [`Self::send_through`], of which only the first `used` elements of `last`.
+    pub fn send_used<T>(self, stream: &Stream, last: Section<T>, used: usize) -> Result<(), CudaError> {
+        let bytes = (last.start + used * size_of::<T>()).min(last.end()).min(self.slot.memory.len());
+        self.send_bytes(stream, bytes)
+    }
+
     fn send_bytes(self, stream: &Stream, bytes: usize) -> Result<(), CudaError> {
         *self.current = (*self.current + 1) % 2;
         if bytes == 0 {

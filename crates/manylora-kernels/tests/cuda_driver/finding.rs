@@ -7,9 +7,7 @@ use manylora_kernels::cuda::{
 };
 
 use crate::stand_in::StandIn;
-
-/// Where the stand-ins are.
-pub(crate) const FOLDER_VARIABLE: &str = "MANYLORA_CUDA_TEST_FOLDER";
+use crate::stand_in::cases::CASE_FOLDER_VARIABLE;
 
 /// Without the stand-in the same program says that there is no driver. (A machine that has one opens it.)
 pub(crate) fn no_driver() {
@@ -87,7 +85,7 @@ pub(crate) fn no_blas_there() {
 
 /// As Python's packages have it: a folder is given, and no variable.
 pub(crate) fn blas_in_a_folder() {
-    let folder = PathBuf::from(std::env::var_os(FOLDER_VARIABLE).unwrap());
+    let folder = PathBuf::from(std::env::var_os(CASE_FOLDER_VARIABLE).unwrap());
     let library = BlasLibrary::load(&["/no/such/folder".into(), folder.clone()]).unwrap();
     assert_eq!(library.path(), folder.join("libcublasLt.so").display().to_string());
     assert!(library.version() >= 120_000);

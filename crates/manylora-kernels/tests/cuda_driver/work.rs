@@ -257,7 +257,7 @@ pub(crate) fn recording_always_ends() {
     let panicked = catch_unwind(AssertUnwindSafe(|| recorder.record::<CudaError>(|_| panic!("in the middle"))));
     assert!(panicked.is_err());
     // What must not be done while recording is an error, whether the work hides it or not.
-    assert!(recorder.record::<CudaError>(Stream::synchronize).is_err());
+    assert!(recorder.record::<CudaError>(|stream| stream.synchronize()).is_err());
     let hidden = recorder.record::<CudaError>(|stream| {
         assert!(stream.synchronize().is_err());
         Ok(())
@@ -346,7 +346,7 @@ pub(crate) fn products_are_right() {
             out.read(compute, 0, &mut seen).unwrap();
             assert_eq!(seen, expected, "{shape:?}");
             // The same, recorded.
-            let mut graph = Recorder::new(device.context()).unwrap().record(run).unwrap();
+            let mut graph = Recorder::new(device.context()).unwrap().record(|stream| run(stream)).unwrap();
             out.write(compute, 0, &before).unwrap();
             // SAFETY: as above.
             #[expect(unsafe_code, reason = "replays a graph")]

@@ -164,6 +164,7 @@ impl Case {
         let round = |dtype: StorageType, value: f32| match dtype {
             StorageType::F32 => f64::from(value),
             StorageType::Bf16 => bf16::from_f32(value).to_f64(),
+            StorageType::F16 => half::f16::from_f32(value).to_f64(),
         };
         // AVX-512's bf16 instruction takes its inputs rounded; everything else sees them as they are.
         let pairs = level == SimdLevel::Avx512Bf16 && self.weight_dtype == StorageType::Bf16;
@@ -316,7 +317,7 @@ impl Packed {
         }
         plan.finish(rows.len());
         self.call(case, backend, rows.len(), &plan, &input, &mut outs);
-        outs.iter().map(|out| backend.read(out, rows.len()).to_vec()).collect()
+        outs.iter_mut().map(|out| backend.read(out, rows.len()).unwrap().to_vec()).collect()
     }
 
     /// The call alone, which allocates nothing here for up to three parts.

@@ -5,6 +5,8 @@
 #![allow(unsafe_code, reason = "calls the stand-in's control functions")]
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
+pub(crate) mod cases;
+
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::process::Command;

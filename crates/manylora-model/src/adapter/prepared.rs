@@ -233,7 +233,7 @@ struct Examiner<'p> {
 impl<'p> Examiner<'p> {
     fn new(matched: &'p Matched, tensors: &'p [TensorEntry], policy: &'p AdapterPolicy) -> Self {
         let most = match (policy.check_fp16_range, policy.dtype) {
-            (true, _) => FP16_MAX,
+            (true, _) | (false, StorageType::F16) => FP16_MAX,
             (false, StorageType::Bf16) => bf16::MAX.to_f32(),
             (false, StorageType::F32) => f32::MAX,
         };
@@ -303,7 +303,7 @@ impl<'p> Examiner<'p> {
 fn check_values(key: &str, values: &[f32], policy: &AdapterPolicy) -> Result<(), Fault> {
     let fits = |value: f32| {
         value.is_finite()
-            && !(policy.check_fp16_range && value.abs() > FP16_MAX)
+            && !((policy.check_fp16_range || policy.dtype == StorageType::F16) && value.abs() > FP16_MAX)
             && (policy.dtype != StorageType::Bf16 || bf16::from_f32(value).is_finite())
     };
     let Some(position) = values.iter().position(|&value| !fits(value)) else {

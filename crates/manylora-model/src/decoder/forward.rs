@@ -2,15 +2,30 @@
 
 use std::sync::Arc;
 
-use manylora_kernels::{Backend, LinearOutput, LinearPart, Module, Site, StepBatch, StorageType};
+use manylora_kernels::{
+    AdapterTable, AttentionShape, Backend, HeadInputs, LinearOutput, LinearPart, Module, Site, StepBatch, StorageType,
+};
 
 use super::packer::BackendPacker;
-use super::working_memory::Decoder;
+use super::weights::DecoderWeights;
+use super::working_memory::{Buffers, Decoder};
+use crate::error::ModelError;
 use crate::runner::{AdapterPacker, PackedHandle, Runner};
 
-impl<B: Backend> Decoder<B> {
+/// What a layer works with, borrowed from the decoder.
+struct LayerRun<'a, B: Backend> {
+    weights: &'a DecoderWeights<B>,
+    attention: &'a [AttentionShape],
+    buffers: &'a mut Buffers<B>,
+    cosines: &'a B::Vector,
+    sines: &'a B::Vector,
+    cache: &'a mut B::KvCache,
+    adapters: &'a AdapterTable<B::Adapter>,
+}
+
+impl<B: Backend> LayerRun<'_, B> {
     fn run_layer(&mut self, batch: &StepBatch, layer: usize) {
-        let Self { weights, attention, buffers, cosines, sines, cache, adapters, .. } = self;
+        let Self { weights, attention, buffers, cosines, sines, cache, adapters } = self;
         let backend = &*weights.backend;
         let spec = &weights.spec;
         let shape = &attention[layer];
@@ -23,34 +38,37 @@ impl<B: Backend> Decoder<B> {
         let mut parts = [
             LinearPart {
                 weight: &parameters.q.weight,
-                bias: parameters.q.bias.as_ref(),
+                bias: None,
                 site: site(Module::Q),
                 out: &mut buffers.q,
                 mode: LinearOutput::Store,
             },
             LinearPart {
                 weight: &parameters.k.weight,
-                bias: parameters.k.bias.as_ref(),
+                bias: None,
                 site: site(Module::K),
                 out: &mut buffers.k,
                 mode: LinearOutput::Store,
             },
             LinearPart {
                 weight: &parameters.v.weight,
-                bias: parameters.v.bias.as_ref(),
+                bias: None,
                 site: site(Module::V),
                 out: &mut buffers.v,
                 mode: LinearOutput::Store,
             },
         ];
         backend.linear(rows, plan, adapters, &buffers.normed, &mut parts);
-        if let Some(norm) = &parameters.q_norm {
-            backend.rms_norm_in_place(rows, &mut buffers.q, norm, epsilon);
-        }
-        if let Some(norm) = &parameters.k_norm {
-            backend.rms_norm_in_place(rows, &mut buffers.k, norm, epsilon);
-        }
-        backend.rope_kv_write(batch, layer, shape, cosines, sines, &mut buffers.q, &mut buffers.k, &buffers.v, cache);
+        let heads = HeadInputs {
+            q_bias: parameters.q.bias.as_ref(),
+            k_bias: parameters.k.bias.as_ref(),
+            v_bias: parameters.v.bias.as_ref(),
+            q_norm: parameters.q_norm.as_ref(),
+            k_norm: parameters.k_norm.as_ref(),
+            epsilon,
+        };
+        let Buffers { q, k, v, .. } = &mut **buffers;
+        backend.rope_kv_write(batch, layer, shape, &heads, cosines, sines, q, k, v, cache);
         backend.attention(batch, layer, shape, &buffers.q, cache, &mut buffers.attended);
         let mut part = [LinearPart {
             weight: &parameters.o.weight,
@@ -81,7 +99,7 @@ impl<B: Backend> Decoder<B> {
             },
         ];
         backend.linear(rows, plan, adapters, &buffers.normed, &mut parts);
-        backend.gated_activation(rows, &mut buffers.gate, &buffers.up);
+        backend.gated_activation(rows, &buffers.gate, &buffers.up, &mut buffers.activated);
         let mut part = [LinearPart {
             weight: &parameters.down.weight,
             bias: parameters.down.bias.as_ref(),
@@ -89,7 +107,7 @@ impl<B: Backend> Decoder<B> {
             out: &mut buffers.hidden,
             mode: LinearOutput::Add,
         }];
-        backend.linear(rows, plan, adapters, &buffers.gate, &mut part);
+        backend.linear(rows, plan, adapters, &buffers.activated, &mut part);
         backend.reduce(rows, &mut buffers.hidden);
     }
 }
@@ -99,6 +117,7 @@ impl<B: Backend> Runner for Decoder<B> {
         let spec = &self.weights.spec;
         let dtype = match self.weights.dtype {
             StorageType::Bf16 => "bfloat16",
+            StorageType::F16 => "float16",
             StorageType::F32 => "float32",
         };
         format!(
@@ -113,36 +132,33 @@ impl<B: Backend> Runner for Decoder<B> {
         )
     }
 
-    fn forward(&mut self, batch: &StepBatch) {
+    fn forward(&mut self, batch: &StepBatch) -> Result<(), ModelError> {
         let rows = batch.rows();
         assert!(rows <= self.limits.max_rows, "a step of {rows} rows is larger than max_rows");
         if rows == 0 {
-            return;
+            return Ok(());
         }
-        let Self { weights, buffers, adapters, .. } = self;
-        weights.backend.embed(batch, adapters, &weights.embedding, Site::EMBED, &mut buffers.hidden);
-        for layer in 0..self.weights.layers.len() {
-            self.run_layer(batch, layer);
-        }
+        let Self { walk, weights, attention, buffers, cosines, sines, cache, adapters, .. } = self;
+        let backend = &*weights.backend;
+        backend.begin_step(batch, adapters)?;
+        backend.embed(batch, adapters, &weights.embedding, Site::EMBED, &mut buffers.hidden);
+        let mut run = LayerRun { weights, attention, buffers, cosines, sines, cache, adapters };
+        backend.run_layers(*walk, batch, &mut || {
+            for layer in 0..run.weights.layers.len() {
+                run.run_layer(batch, layer);
+            }
+        });
+        Ok(backend.end_step()?)
     }
 
-    fn logits(&mut self, batch: &StepBatch, first: usize, count: usize) {
+    fn logits(&mut self, batch: &StepBatch, first: usize, count: usize) -> Result<(), ModelError> {
         assert!(count <= self.limits.max_logit_rows, "logits of {count} rows are more than max_logit_rows");
         let Self { weights, buffers, adapters, head_plan, .. } = self;
         let backend = &*weights.backend;
         if count == 0 {
-            return;
+            return Ok(());
         }
         let rows = &batch.sample_rows[first..first + count];
-        backend.gather_rows(rows, &buffers.hidden, &mut buffers.sampled);
-        backend.rms_norm(
-            count,
-            &buffers.sampled,
-            &weights.final_norm,
-            weights.spec.rms_norm_eps,
-            Site::FINAL_NORM,
-            &mut buffers.sampled_normed,
-        );
         head_plan.clear();
         if !batch.adapters.is_empty() {
             for (index, row) in rows.iter().enumerate() {
@@ -153,6 +169,16 @@ impl<B: Backend> Runner for Decoder<B> {
             }
         }
         head_plan.finish(count);
+        backend.begin_samples(rows, head_plan, adapters)?;
+        backend.gather_rows(rows, &buffers.hidden, &mut buffers.sampled);
+        backend.rms_norm(
+            count,
+            &buffers.sampled,
+            &weights.final_norm,
+            weights.spec.rms_norm_eps,
+            Site::FINAL_NORM,
+            &mut buffers.sampled_normed,
+        );
         let mut part = [LinearPart {
             weight: weights.head.as_ref().unwrap_or(&weights.embedding),
             bias: None,
@@ -161,14 +187,15 @@ impl<B: Backend> Runner for Decoder<B> {
             mode: LinearOutput::Store,
         }];
         backend.linear(count, head_plan, adapters, &buffers.sampled_normed, &mut part);
+        Ok(backend.end_step()?)
     }
 
-    fn read_logits(&self, count: usize) -> &[f32] {
-        self.weights.backend.read(&self.buffers.logits, count)
+    fn read_logits(&mut self, count: usize) -> Result<&[f32], ModelError> {
+        Ok(self.weights.backend.read(&mut self.buffers.logits, count)?)
     }
 
-    fn argmax(&mut self, count: usize, out: &mut [u32]) {
-        self.weights.backend.argmax(count, &self.buffers.logits, out);
+    fn argmax(&mut self, count: usize, out: &mut [u32]) -> Result<(), ModelError> {
+        Ok(self.weights.backend.argmax(count, &self.buffers.logits, out)?)
     }
 
     fn max_logit_rows(&self) -> usize {

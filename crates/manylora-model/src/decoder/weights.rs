@@ -127,6 +127,19 @@ impl<B: Backend> Loader<'_, B> {
         Ok(weight)
     }
 
+    /// Matrices that one input is multiplied with: packed together, so that a backend may put them side by side.
+    fn matrices<const N: usize>(&mut self, names: &[String; N]) -> Result<[B::Weight; N], ModelError> {
+        let sources = names.iter().map(|name| self.checkpoint.matrix(name)).collect::<Result<Vec<_>, _>>()?;
+        let parts: Vec<_> = names.iter().zip(&sources).map(|(name, source)| (name.as_str(), &**source)).collect();
+        let weights = self.backend.pack_weights(&parts, self.dtype)?;
+        for (name, source) in parts {
+            let (rows, columns) = (source.rows(), source.columns());
+            let packed = self.backend.weight_bytes(rows, columns, self.dtype);
+            self.finished(name, rows * columns * self.dtype.bytes(), packed);
+        }
+        weights.try_into().map_err(|_| ModelError::Unsupported { message: "a backend left out a weight".to_owned() })
+    }
+
     fn vector(&mut self, name: &str) -> Result<B::Vector, ModelError> {
         let values = self.checkpoint.vector(name)?;
         let vector = self.backend.vector(&values)?;
@@ -136,14 +149,31 @@ impl<B: Backend> Loader<'_, B> {
     }
 
     fn linear(&mut self, spec: &ModelSpec, layer: usize, module: Module) -> Result<Linear<B>, ModelError> {
+        let weight = self.matrix(&weight_name(layer, module))?;
+        Ok(Linear { weight, bias: self.bias(spec, layer, module)? })
+    }
+
+    fn linears<const N: usize>(
+        &mut self,
+        spec: &ModelSpec,
+        layer: usize,
+        modules: [Module; N],
+    ) -> Result<[Linear<B>; N], ModelError> {
+        let mut weights = self.matrices(&modules.map(|module| weight_name(layer, module)))?.into_iter();
+        let linears = modules
+            .iter()
+            .zip(&mut weights)
+            .map(|(module, weight)| Ok(Linear { weight, bias: self.bias(spec, layer, *module)? }));
+        let linears = linears.collect::<Result<Vec<_>, ModelError>>()?;
+        linears.try_into().map_err(|_| ModelError::Unsupported { message: "a backend left out a weight".to_owned() })
+    }
+
+    fn bias(&mut self, spec: &ModelSpec, layer: usize, module: Module) -> Result<Option<B::Vector>, ModelError> {
+        if !spec.module_bias(module) {
+            return Ok(None);
+        }
         let path = ModelSpec::module_path(module);
-        let weight = self.matrix(&layer_tensor(layer, &format!("{path}.weight")))?;
-        let bias = if spec.module_bias(module) {
-            Some(self.vector(&layer_tensor(layer, &format!("{path}.bias")))?)
-        } else {
-            None
-        };
-        Ok(Linear { weight, bias })
+        self.vector(&layer_tensor(layer, &format!("{path}.bias"))).map(Some)
     }
 
     fn layer(&mut self, spec: &ModelSpec, layer: usize) -> Result<Layer<B>, ModelError> {
@@ -153,18 +183,24 @@ impl<B: Backend> Loader<'_, B> {
             }
             loader.vector(&layer_tensor(layer, path)).map(Some)
         };
+        let [q, k, v] = self.linears(spec, layer, [Module::Q, Module::K, Module::V])?;
+        let [gate, up] = self.linears(spec, layer, [Module::Gate, Module::Up])?;
         Ok(Layer {
             input_norm: self.vector(&layer_tensor(layer, "input_layernorm.weight"))?,
             post_norm: self.vector(&layer_tensor(layer, "post_attention_layernorm.weight"))?,
             q_norm: head_norm(self, "self_attn.q_norm.weight")?,
             k_norm: head_norm(self, "self_attn.k_norm.weight")?,
-            q: self.linear(spec, layer, Module::Q)?,
-            k: self.linear(spec, layer, Module::K)?,
-            v: self.linear(spec, layer, Module::V)?,
+            q,
+            k,
+            v,
             o: self.linear(spec, layer, Module::O)?,
-            gate: self.linear(spec, layer, Module::Gate)?,
-            up: self.linear(spec, layer, Module::Up)?,
+            gate,
+            up,
             down: self.linear(spec, layer, Module::Down)?,
         })
     }
+}
+
+fn weight_name(layer: usize, module: Module) -> String {
+    layer_tensor(layer, &format!("{}.weight", ModelSpec::module_path(module)))
 }

@@ -1,6 +1,10 @@
 //! Working memory of a decoder, sized once from its limits.
 
-use manylora_kernels::{AdapterTable, AttentionShape, Backend, KvShape, RowAdapterPlan, StorageType};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use manylora_kernels::{
+    AdapterTable, AttentionShape, Backend, BufferKind, KernelError, KvShape, RowAdapterPlan, StorageType,
+};
 
 use super::rope;
 use super::weights::DecoderWeights;
@@ -33,17 +37,17 @@ pub fn working_bytes<B: Backend>(backend: &B, spec: &ModelSpec, limits: &Decoder
     let (rows, entries) = (limits.max_rows, limits.max_entries);
     let reserved = backend.reserved_bytes(rows, entries, limits.max_rank, widest_input(spec));
     let attention = backend.attention_bytes(&kv_shape(spec, limits, dtype), limits.max_position);
-    buffer_bytes(spec, limits).saturating_add(reserved as u64).saturating_add(attention as u64)
+    buffer_bytes(backend, spec, limits).saturating_add(reserved as u64).saturating_add(attention as u64)
 }
 
 /// Bytes of the buffers and tables.
-fn buffer_bytes(spec: &ModelSpec, limits: &DecoderLimits) -> u64 {
-    let row = 2 * spec.hidden_size + 2 * spec.q_width() + 2 * spec.kv_width() + 2 * spec.intermediate_size;
-    let logit_row = 2 * spec.hidden_size + spec.vocab_size;
-    let elements = limits.max_rows as u64 * row as u64
-        + limits.max_logit_rows as u64 * logit_row as u64
-        + limits.max_position as u64 * spec.head_dim as u64;
-    elements * StorageType::F32.bytes() as u64
+fn buffer_bytes<B: Backend>(backend: &B, spec: &ModelSpec, limits: &DecoderLimits) -> u64 {
+    let buffers: u64 = Buffers::<B>::sizes(spec, limits)
+        .iter()
+        .map(|(rows, widths, kind)| backend.buffer_bytes(*rows, widths, *kind))
+        .sum();
+    // Two tables of half a head each.
+    buffers + limits.max_position as u64 * spec.head_dim as u64 * StorageType::F32.bytes() as u64
 }
 
 /// Activations of a step; every buffer is `[max_rows, width]` unless it says otherwise.
@@ -57,6 +61,7 @@ pub(super) struct Buffers<B: Backend> {
     pub(super) attended: B::Buffer,
     pub(super) gate: B::Buffer,
     pub(super) up: B::Buffer,
+    pub(super) activated: B::Buffer,
     /// `[max_logit_rows, hidden]`
     pub(super) sampled: B::Buffer,
     /// `[max_logit_rows, hidden]`
@@ -65,8 +70,52 @@ pub(super) struct Buffers<B: Backend> {
     pub(super) logits: B::Buffer,
 }
 
+impl<B: Backend> Buffers<B> {
+    /// Rows, widths and kinds of all, in groups that one linear map reads or fills.
+    fn sizes(spec: &ModelSpec, limits: &DecoderLimits) -> [(usize, Vec<usize>, BufferKind); 9] {
+        let (rows, logit_rows, hidden) = (limits.max_rows, limits.max_logit_rows, spec.hidden_size);
+        let (q, kv, intermediate) = (spec.q_width(), spec.kv_width(), spec.intermediate_size);
+        [
+            (rows, vec![hidden], BufferKind::SUMS),
+            (rows, vec![hidden], BufferKind::INPUTS),
+            (rows, vec![q, kv, kv], BufferKind::SUMS),
+            (rows, vec![q], BufferKind::INPUTS),
+            (rows, vec![intermediate, intermediate], BufferKind::SUMS),
+            (rows, vec![intermediate], BufferKind::INPUTS),
+            (logit_rows, vec![hidden], BufferKind::SAMPLE_SUMS),
+            (logit_rows, vec![hidden], BufferKind::SAMPLE_INPUTS),
+            (logit_rows, vec![spec.vocab_size], BufferKind::SAMPLE_SUMS),
+        ]
+    }
+
+    fn new(backend: &B, spec: &ModelSpec, limits: &DecoderLimits) -> Result<Self, KernelError> {
+        let mut made = Vec::with_capacity(12);
+        for (rows, widths, kind) in Self::sizes(spec, limits) {
+            made.extend(backend.buffers(rows, &widths, kind)?);
+        }
+        let mut made = made.into_iter();
+        let mut next = || made.next().expect("a buffer for every width");
+        Ok(Self {
+            hidden: next(),
+            normed: next(),
+            q: next(),
+            k: next(),
+            v: next(),
+            attended: next(),
+            gate: next(),
+            up: next(),
+            activated: next(),
+            sampled: next(),
+            sampled_normed: next(),
+            logits: next(),
+        })
+    }
+}
+
 /// A model with its working memory: runs steps.
 pub struct Decoder<B: Backend> {
+    /// Tells this decoder's steps from those of others on the same backend.
+    pub(super) walk: u64,
     pub(super) weights: DecoderWeights<B>,
     pub(super) limits: DecoderLimits,
     /// Attention as each layer does it; layers differ in their window only.
@@ -79,6 +128,9 @@ pub struct Decoder<B: Backend> {
     /// The row-adapter plan of the rows whose logits are computed.
     pub(super) head_plan: RowAdapterPlan,
 }
+
+/// Decoders made so far.
+static WALKS: AtomicU64 = AtomicU64::new(0);
 
 /// Adapters per row that the head's plan has room for from the start; more is possible and grows it once.
 const ENTRIES_PER_ROW: usize = 4;
@@ -115,19 +167,7 @@ impl<B: Backend> Decoder<B> {
         let spec = &weights.spec;
         let backend = &*weights.backend;
         let rows = limits.max_rows;
-        let buffers = Buffers {
-            hidden: backend.buffer(rows, spec.hidden_size)?,
-            normed: backend.buffer(rows, spec.hidden_size)?,
-            q: backend.buffer(rows, spec.q_width())?,
-            k: backend.buffer(rows, spec.kv_width())?,
-            v: backend.buffer(rows, spec.kv_width())?,
-            attended: backend.buffer(rows, spec.q_width())?,
-            gate: backend.buffer(rows, spec.intermediate_size)?,
-            up: backend.buffer(rows, spec.intermediate_size)?,
-            sampled: backend.buffer(limits.max_logit_rows, spec.hidden_size)?,
-            sampled_normed: backend.buffer(limits.max_logit_rows, spec.hidden_size)?,
-            logits: backend.buffer(limits.max_logit_rows, spec.vocab_size)?,
-        };
+        let buffers = Buffers::new(backend, spec, &limits)?;
         let (cosines, sines) = rope::tables(&spec.rope, spec.head_dim, limits.max_position);
         let (cosines, sines) = (backend.vector(&cosines)?, backend.vector(&sines)?);
         backend.reserve(rows, limits.max_entries, limits.max_rank, widest_input(spec))?;
@@ -145,7 +185,8 @@ impl<B: Backend> Decoder<B> {
             .collect();
         let head_plan = RowAdapterPlan::with_capacity(limits.max_logit_rows, limits.max_logit_rows * ENTRIES_PER_ROW);
         let adapters = AdapterTable::new(0);
-        Ok(Self { weights, limits, attention, buffers, cosines, sines, cache, adapters, head_plan })
+        let walk = WALKS.fetch_add(1, Ordering::Relaxed);
+        Ok(Self { walk, weights, limits, attention, buffers, cosines, sines, cache, adapters, head_plan })
     }
 
     /// The model.

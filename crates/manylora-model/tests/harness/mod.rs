@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use manylora_kernels::cpu::{CpuBackend, CpuOptions, SimdLevel};
-use manylora_kernels::{SequenceRows, StepBatch, StorageType};
+use manylora_kernels::{Backend, SequenceRows, StepBatch, StorageType};
 use manylora_model::Runner;
 use manylora_model::checkpoint::Checkpoint;
 use manylora_model::decoder::{Decoder, DecoderLimits};
@@ -87,8 +87,8 @@ pub fn positions(expectation: &Value) -> Vec<usize> {
 }
 
 /// A decoder with room for one sequence of up to `CONTEXT` tokens in scattered blocks.
-pub struct Model {
-    pub decoder: Decoder<CpuBackend>,
+pub struct Model<B: Backend = CpuBackend> {
+    pub decoder: Decoder<B>,
     blocks: usize,
     batch: StepBatch,
 }
@@ -112,7 +112,13 @@ impl Model {
     }
 
     pub fn from_checkpoint(checkpoint: &Checkpoint, dtype: StorageType, level: SimdLevel) -> Self {
-        let weights = Decoder::load(backend(level), checkpoint, dtype, &mut |_| {}).unwrap();
+        Self::on(backend(level), checkpoint, dtype)
+    }
+}
+
+impl<B: Backend> Model<B> {
+    pub fn on(backend: Arc<B>, checkpoint: &Checkpoint, dtype: StorageType) -> Self {
+        let weights = Decoder::load(backend, checkpoint, dtype, &mut |_| {}).unwrap();
         let blocks = CONTEXT / BLOCK_SIZE + 3;
         let limits = DecoderLimits {
             max_rows: CONTEXT,
@@ -124,6 +130,11 @@ impl Model {
             max_rank: 512,
         };
         Self { decoder: weights.allocate(limits).unwrap(), blocks, batch: StepBatch::default() }
+    }
+
+    /// Blocks of its cache.
+    pub fn blocks(&self) -> usize {
+        self.blocks
     }
 
     /// One step: rows `first..first + tokens.len()` of a sequence; logits of `wanted` positions (absolute).
@@ -155,7 +166,7 @@ impl Model {
             }
         }
         batch.adapters.finish(tokens.len());
-        self.decoder.forward(&self.batch);
+        self.decoder.forward(&self.batch).unwrap();
     }
 
     /// Logits at the given positions of a prompt, prefilled in chunks of `chunk` rows.
@@ -168,8 +179,8 @@ impl Model {
             let most = self.decoder.max_logit_rows();
             for first in (0..sampled).step_by(most) {
                 let count = most.min(sampled - first);
-                self.decoder.logits(&self.batch, first, count);
-                rows.extend(self.decoder.read_logits(count).chunks_exact(vocabulary).map(<[f32]>::to_vec));
+                self.decoder.logits(&self.batch, first, count).unwrap();
+                rows.extend(self.decoder.read_logits(count).unwrap().chunks_exact(vocabulary).map(<[f32]>::to_vec));
             }
         }
         rows
@@ -181,9 +192,9 @@ impl Model {
         let (mut input, mut first) = (tokens.to_vec(), 0);
         for _ in 0..count {
             self.step(&input, first, &[first + input.len() - 1], adapters);
-            self.decoder.logits(&self.batch, 0, 1);
+            self.decoder.logits(&self.batch, 0, 1).unwrap();
             let mut best = [0];
-            self.decoder.argmax(1, &mut best);
+            self.decoder.argmax(1, &mut best).unwrap();
             first += input.len();
             input = best.to_vec();
             generated.push(best[0]);
@@ -212,9 +223,9 @@ pub fn logprob(logits: &[f32], token: u32) -> f32 {
 
 /// Compares everything that is stored for one prompt; `key` is `<adapter or base>/<prompt>`. Returns the largest
 /// difference of logits.
-pub fn compare(
+pub fn compare<B: Backend>(
     oracle: &Oracle,
-    model: &mut Model,
+    model: &mut Model<B>,
     label: &str,
     adapter: Option<&str>,
     adapters: &[(u32, f32)],
@@ -239,9 +250,9 @@ pub fn compare(
 }
 
 #[allow(clippy::too_many_arguments)]
-pub fn compare_prompt(
+pub fn compare_prompt<B: Backend>(
     oracle: &Oracle,
-    model: &mut Model,
+    model: &mut Model<B>,
     label: &str,
     key: &str,
     tokens: &[u32],

@@ -116,10 +116,17 @@ impl RunningSequence {
         }
     }
 
+    /// Whether [`Self::see_row`] reads the logits at `position`.
+    pub(crate) fn looks_at(&self, position: usize) -> bool {
+        position == self.seen_prompt_rows
+            && position < self.prompt.len()
+            && (self.capture.is_some() || self.prompt_logprobs.is_some())
+    }
+
     /// Takes note of the logits at `position`, if the request wants those of its prompt. Rows that are computed again
     /// after a preemption were seen before.
     pub(crate) fn see_row(&mut self, position: usize, logits: &[f32], scratch: &mut SamplerScratch) {
-        if position != self.seen_prompt_rows || position >= self.prompt.len() {
+        if !self.looks_at(position) {
             return;
         }
         if let Some(capture) = &mut self.capture {

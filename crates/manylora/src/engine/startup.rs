@@ -310,7 +310,7 @@ fn decide_sizes(
         }));
     }
     let number = match dtype {
-        StorageType::Bf16 => NumberFormat::Bf16,
+        StorageType::Bf16 | StorageType::F16 => NumberFormat::Bf16,
         StorageType::F32 => NumberFormat::F32,
     };
     let dimensions = dimensions(spec);
@@ -427,7 +427,8 @@ fn spawn(assembled: Assembled) -> Result<(EngineHandle, Vec<JoinHandle<()>>), En
     let engine = thread("manylora-engine", move || {
         // A panic here is a bug; callers still get an error that names it instead of waiting for ever.
         let why = match catch_unwind(AssertUnwindSafe(|| worker.run())) {
-            Ok(()) => "it was shut down".to_owned(),
+            Ok(Ok(())) => "it was shut down".to_owned(),
+            Ok(Err(error)) => format!("a step failed: {error}"),
             Err(panic) => format!("its thread failed: {}", panic_message(panic.as_ref())),
         };
         worker.close(&why);

@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
 use manylora_core::{BlockId, ControlPlane, Effect, Event, RequestId, SequenceOutcome, StepOutcome, StepPlan, Time};
-use manylora_model::Runner;
+use manylora_model::{ModelError, Runner};
 
 use super::EngineStats;
 use super::command::Command;
@@ -75,11 +75,11 @@ impl Worker {
         }
     }
 
-    /// Runs until told to stop or until every handle is gone.
-    pub(crate) fn run(&mut self) {
+    /// Runs until told to stop, until every handle is gone, or until a step fails: what the device holds is unknown then.
+    pub(crate) fn run(&mut self) -> Result<(), ModelError> {
         while self.take_commands() {
             self.with_library(Library::unload_departing);
-            let ran = self.step();
+            let ran = self.step()?;
             // Effects may have made something runnable that was not when the step was planned.
             let changed = self.carry_out_effects();
             if ran || changed {
@@ -92,11 +92,12 @@ impl Worker {
                 self.commands.recv().map_err(|_| RecvTimeoutError::Disconnected)
             };
             match command {
-                Ok(Command::Shutdown) | Err(RecvTimeoutError::Disconnected) => return,
+                Ok(Command::Shutdown) | Err(RecvTimeoutError::Disconnected) => return Ok(()),
                 Ok(command) => self.handle(command),
                 Err(RecvTimeoutError::Timeout) => {}
             }
         }
+        Ok(())
     }
 
     /// Handles all commands that are there; false if one of them, or the lack of anyone to send one, ends the loop.
@@ -247,22 +248,22 @@ impl Worker {
     }
 
     /// Plans and runs one step; false if nothing can run now.
-    pub(crate) fn step(&mut self) -> bool {
+    pub(crate) fn step(&mut self) -> Result<bool, ModelError> {
         if !self.core.plan(self.now(), &mut self.plan) {
-            return false;
+            return Ok(false);
         }
-        self.run_step();
+        self.run_step()?;
         self.deliver();
-        true
+        Ok(true)
     }
 
     /// The part of a step that allocates nothing once it is steady: forward, greedy sampling, commit.
-    fn run_step(&mut self) {
+    fn run_step(&mut self) -> Result<(), ModelError> {
         self.step.lower(&self.plan);
         self.steps += 1;
         let adapters = self.step.batch.adapters.segments().iter();
         self.streamed_bytes += adapters.map(|adapter| self.library.bytes_in(adapter.slot)).sum::<u64>();
-        self.runner.forward(&self.step.batch);
+        self.runner.forward(&self.step.batch)?;
         self.outcome.step = self.plan.step;
         self.outcome.sequences.clear();
         self.outcome.tokens.clear();
@@ -274,15 +275,22 @@ impl Worker {
         let wanted = self.step.sample_rows.len();
         let chunk = self.runner.max_logit_rows();
         for first in (0..wanted).step_by(chunk) {
-            self.sample_chunk(first, chunk.min(wanted - first));
+            self.sample_chunk(first, chunk.min(wanted - first))?;
         }
         self.core.commit(self.now(), &self.outcome);
+        Ok(())
     }
 
-    fn sample_chunk(&mut self, first: usize, count: usize) {
-        self.runner.logits(&self.step.batch, first, count);
-        self.runner.argmax(count, &mut self.greedy[..count]);
-        let logits = self.runner.read_logits(count);
+    fn sample_chunk(&mut self, first: usize, count: usize) -> Result<(), ModelError> {
+        self.runner.logits(&self.step.batch, first, count)?;
+        self.runner.argmax(count, &mut self.greedy[..count])?;
+        // They may have to be fetched from a device: only if somebody looks at them.
+        let looks = self.step.sample_rows[first..first + count].iter().any(|sample| {
+            let planned = &self.plan.sequences[sample.sequence as usize];
+            let sequence = self.running.get(&planned.request);
+            sequence.is_some_and(|it| it.looks_at(sample.position as usize) || sample.samples && it.needs_logits())
+        });
+        let logits = if looks { self.runner.read_logits(count)? } else { &[] };
         let width = logits.len() / count;
         for (offset, sample) in self.step.sample_rows[first..first + count].iter().enumerate() {
             let planned = &self.plan.sequences[sample.sequence as usize];
@@ -304,6 +312,7 @@ impl Worker {
             outcome.stopped = sequence.push_token(token);
             self.outcome.tokens.push(token);
         }
+        Ok(())
     }
 
     /// Sends what became certain. What finished is sent by the `Finished` effects of the commit.

@@ -1,0 +1,55 @@
+//! The CUDA backend on the emulated device: right against the CPU backend, the same bits however steps are cut and mixed,
+//! recorded or not, and as few launches as promised. Each case runs in a process of its own, which names the device.
+//!
+//! A main function of its own: `cargo test --features cuda --test cuda_backend -- [FILTER] [--deep]`.
+#![allow(clippy::print_stdout, clippy::unwrap_used, reason = "a test program")]
+
+#[path = "cuda_backend/cases.rs"]
+mod cases;
+mod stand_in;
+#[path = "cuda_backend/toy.rs"]
+mod toy;
+
+use std::process::ExitCode;
+
+use stand_in::cases::{Case, Environment, deep};
+use stand_in::{Build, StandIn};
+
+/// The kinds of device that cases run on.
+const KINDS: &[(&str, Build, Environment)] = &[
+    ("deferred", Build::Plain, &[("EMU_SCHEDULE", "deferred")]),
+    ("eager", Build::Plain, &[("EMU_SCHEDULE", "eager"), ("EMU_ORDER", "1")]),
+    ("checked", Build::Checked, &[("EMU_SCHEDULE", "background"), ("EMU_ORDER", "2"), ("EMU_SEED", "5")]),
+];
+
+const CASES: &[(&str, fn())] = &[
+    ("linear_agrees_with_float64", cases::linear_agrees_with_float64),
+    ("steps_agree_with_the_cpu", cases::steps_agree_with_the_cpu),
+    ("half_precision_agrees_with_the_cpu", cases::half_precision_agrees_with_the_cpu),
+    ("rows_do_not_depend_on_their_neighbours", cases::rows_do_not_depend_on_their_neighbours),
+    ("recorded_steps_are_the_same", cases::recorded_steps_are_the_same),
+    ("launches_do_not_grow_with_adapters", cases::launches_do_not_grow_with_adapters),
+    ("adapters_come_and_go", cases::adapters_come_and_go),
+    ("bytes_are_what_was_said", cases::bytes_are_what_was_said),
+    ("failures_come_out", cases::failures_come_out),
+    ("what_does_not_fit_is_refused", cases::what_does_not_fit_is_refused),
+];
+
+/// Cases that take a minute under the checker, whose operations others check in seconds.
+const LONG: &[&str] = &["recorded_steps_are_the_same::checked"];
+
+fn main() -> ExitCode {
+    let kinds = |&(name, run): &(&'static str, fn())| {
+        KINDS.iter().map(move |&(kind, build, environment)| Case {
+            name: format!("{name}::{kind}"),
+            run: Box::new(move || {
+                run();
+                StandIn::get().assert_nothing_held();
+            }),
+            build: Some(build),
+            environment,
+        })
+    };
+    let all = CASES.iter().flat_map(kinds);
+    stand_in::cases::run(all.filter(|case| deep() || !LONG.contains(&case.name.as_str())).collect())
+}
