@@ -159,7 +159,9 @@ pub(crate) fn linear_agrees_with_float64() {
                     mode,
                 })
                 .collect();
-            StandIn::get().reset_counts();
+            if let Some(device) = StandIn::counting() {
+                device.reset_counts();
+            }
             backend.linear(rows, &step.adapters, &table, &input, &mut parts);
             backend.end_step().unwrap();
             for (part, out) in outs.iter_mut().enumerate() {
@@ -193,9 +195,11 @@ pub(crate) fn linear_agrees_with_float64() {
                     }
                 }
             }
-            // One product for three parts that lie side by side.
-            assert_eq!(StandIn::get().launches("cublasLtMatmul"), 1);
-            assert_eq!(StandIn::get().launches(""), 4, "product, shrink, expand, bias");
+            if let Some(device) = StandIn::counting() {
+                // One product for three parts that lie side by side.
+                assert_eq!(device.launches("cublasLtMatmul"), 1);
+                assert_eq!(device.launches(""), 4, "product, shrink, expand, bias");
+            }
         }
     }
 }
@@ -255,13 +259,17 @@ pub(crate) fn recorded_steps_are_the_same() {
     assert!(recorded.backend.recorded_steps() > 3, "{}", recorded.backend.recorded_steps());
     assert_eq!(eager.backend.recorded_steps(), 0);
     let before = recorded.backend.recorded_steps();
-    StandIn::get().reset_counts();
+    if let Some(device) = StandIn::counting() {
+        device.reset_counts();
+    }
     for step in script() {
         recorded.step(&step);
     }
     assert_eq!(recorded.backend.recorded_steps(), before);
-    assert_eq!(StandIn::get().calls("cuStreamBeginCapture_v2"), 0);
-    assert_eq!(StandIn::get().calls("cuGraphLaunch"), script().len() as u64);
+    if let Some(device) = StandIn::counting() {
+        assert_eq!(device.calls("cuStreamBeginCapture_v2"), 0);
+        assert_eq!(device.calls("cuGraphLaunch"), script().len() as u64);
+    }
 }
 
 pub(crate) fn launches_do_not_grow_with_adapters() {
