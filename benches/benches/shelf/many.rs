@@ -44,6 +44,7 @@ pub(crate) fn run(bench: &mut Bench) -> Result<(), Box<dyn Error>> {
         Run {
             seconds: of(|run| run.seconds),
             steps: of(|run| run.steps),
+            preemptions: of(|run| run.preemptions),
             streamed: of(|run| run.streamed),
             loaded: of(|run| run.loaded),
             bandwidth: of(|run| run.bandwidth),
@@ -52,6 +53,7 @@ pub(crate) fn run(bench: &mut Bench) -> Result<(), Box<dyn Error>> {
     for (adapters, run) in [(FEW, &few), (count, &many)] {
         bench.result(&format!("{adapters} adapters: requests per second"), REQUESTS as f64 / run.seconds);
         bench.result(&format!("{adapters} adapters: steps"), run.steps);
+        bench.result(&format!("{adapters} adapters: preemptions"), run.preemptions);
         bench.result(&format!("{adapters} adapters: gigabytes of adapters read by steps"), run.streamed / 1e9);
         bench.result(&format!("{adapters} adapters: gigabytes loaded"), run.loaded / 1e9);
     }
@@ -66,6 +68,7 @@ pub(crate) fn run(bench: &mut Bench) -> Result<(), Box<dyn Error>> {
 struct Run {
     seconds: f64,
     steps: f64,
+    preemptions: f64,
     streamed: f64,
     loaded: f64,
     bandwidth: f64,
@@ -97,6 +100,7 @@ fn serve(engine: &Engine, sources: &[AdapterSource], bandwidth: f64) -> Result<R
     Ok(Run {
         seconds,
         steps: (after.steps - before.steps) as f64,
+        preemptions: (after.core.preemptions - before.core.preemptions) as f64,
         streamed: (after.streamed_bytes - before.streamed_bytes) as f64,
         loaded: (after.loaded_bytes - before.loaded_bytes) as f64,
         bandwidth,

@@ -245,3 +245,54 @@ proptest! {
         prop_assert!(sizes.iter().max().unwrap() - sizes.iter().min().unwrap() <= 1);
     }
 }
+
+/// A load that began to compute in the middle of a region would take its worker's core, and everybody would wait for that
+/// worker.
+#[test]
+fn a_core_is_lent_once_the_region_that_runs_is_over() {
+    let pool = pool(2);
+    let parts_of_region = |millis: u64, began: &AtomicUsize, ended: &AtomicUsize| {
+        let said = AtomicUsize::new(0);
+        pool.run(&|_, parts| {
+            said.store(parts, Ordering::SeqCst);
+            began.fetch_add(1, Ordering::SeqCst);
+            std::thread::sleep(Duration::from_millis(millis));
+            ended.fetch_add(1, Ordering::SeqCst);
+        });
+        said.into_inner()
+    };
+    for _ in 0..3 {
+        let (began, ended, lent, parts) = std::array::from_fn::<_, 4, _>(|_| AtomicUsize::new(0)).into();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                parts_of_region(10, &began, &ended);
+                while lent.load(Ordering::SeqCst) == 0 {
+                    std::hint::spin_loop();
+                }
+                parts.store(parts_of_region(0, &AtomicUsize::new(0), &AtomicUsize::new(0)), Ordering::SeqCst);
+            });
+            while began.load(Ordering::SeqCst) == 0 {
+                std::hint::spin_loop();
+            }
+            let loan = pool.lend_core();
+            assert_eq!(ended.load(Ordering::SeqCst), began.load(Ordering::SeqCst), "a region runs");
+            lent.store(1, Ordering::SeqCst);
+            while parts.load(Ordering::SeqCst) == 0 {
+                std::hint::spin_loop();
+            }
+            drop(loan);
+        });
+        assert_eq!(parts.into_inner(), 1, "the next region has a core less");
+    }
+    // While regions follow each other closely, it is the next one that leaves.
+    let stop = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while stop.load(Ordering::SeqCst) == 0 {
+                pool.run(&|_, _| std::hint::spin_loop());
+            }
+        });
+        (0..100).for_each(|_| drop(pool.lend_core()));
+        stop.store(1, Ordering::SeqCst);
+    });
+}

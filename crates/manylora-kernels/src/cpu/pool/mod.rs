@@ -60,8 +60,8 @@ pub struct Pool {
     turn: Arc<Mutex<()>>,
     /// Who is left out for now.
     team: Mutex<Team>,
-    /// A lent core was given back.
-    returned: Condvar,
+    /// A lent core was given back, or left.
+    moved: Condvar,
     workers: Vec<JoinHandle<()>>,
     options: PoolOptions,
 }
@@ -82,8 +82,8 @@ impl Pool {
             Vec::new()
         };
         let team = Mutex::new(Team::new(threads - 1));
-        let (returned, workers) = (Condvar::new(), Vec::with_capacity(threads - 1));
-        let mut pool = Self { state, turn, team, returned, workers, options };
+        let (moved, workers) = (Condvar::new(), Vec::with_capacity(threads - 1));
+        let mut pool = Self { state, turn, team, moved, workers, options };
         for part in 1..threads {
             let state = Arc::clone(&pool.state);
             let core = (!cores.is_empty()).then(|| cores[part % cores.len()]);
@@ -149,16 +149,23 @@ impl Pool {
     }
 
     /// Takes a core from the regions that run meanwhile, for work on the calling thread, until what is returned is dropped.
-    /// While regions are run at most a quarter of the cores are lent at once, and always one; whoever wants more waits here. A
-    /// pool of one thread, or one that never parks, has none to lend.
+    /// While regions are run at most a quarter of the cores are lent at once, and always one; whoever wants more waits here,
+    /// and everybody until the region that runs now is over: its parts need all cores. A pool of one thread, or one that
+    /// never parks, has none to lend.
     pub fn lend_core(&self) -> CoreLoan<'_> {
         if self.threads() == 1 || self.state.spins.is_none() {
             return CoreLoan { pool: None };
         }
+        let wait = |team| self.moved.wait_timeout(team, IDLE).unwrap_or_else(PoisonError::into_inner).0;
         let mut team = locked(&self.team);
         while !team.lend(Instant::now()) {
-            team = self.returned.wait_timeout(team, IDLE).unwrap_or_else(PoisonError::into_inner).0;
+            team = wait(team);
         }
+        // When no region has begun for a while, one that began before may still be running.
+        while !team.stands_back() && (!team.is_idle(Instant::now()) || self.turn.try_lock().is_err()) {
+            team = wait(team);
+        }
+        drop(team);
         CoreLoan { pool: Some(self) }
     }
 
@@ -191,7 +198,11 @@ impl Pool {
         if team.is_settled() || !team.change(Instant::now()) {
             return state.parts_at_hand();
         }
-        state.give_seats(|worker| team.is_away(worker))
+        let parts = state.give_seats(|worker| team.is_away(worker));
+        if team.stands_back() {
+            self.moved.notify_all();
+        }
+        parts
     }
 
     /// The contiguous share of `0..total` that belongs to `part` of `parts`, in whole multiples of `granularity` (the
@@ -215,7 +226,7 @@ impl Drop for CoreLoan<'_> {
     fn drop(&mut self) {
         if let Some(pool) = self.pool {
             locked(&pool.team).take_back(Instant::now());
-            pool.returned.notify_one();
+            pool.moved.notify_all();
         }
     }
 }

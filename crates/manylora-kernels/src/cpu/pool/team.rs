@@ -6,7 +6,7 @@
 //! tried again, and left out for twice as long if it is late soon again, measured by how long it was away.
 //!
 //! Work of this process that goes on beside the regions would do the same to them. It borrows a core instead
-//! ([`super::Pool::lend_core`]): a worker stands back for it, and nobody has to be late first.
+//! ([`super::Pool::lend_core`]): a worker stands back for it, from a region's end on, and nobody has to be late first.
 
 use std::time::{Duration, Instant};
 
@@ -48,7 +48,7 @@ pub(super) struct Team {
     lent: usize,
     standing_back: usize,
     linger: Option<Instant>,
-    /// When seats were last asked for while a core was lent.
+    /// When seats were last asked for while the team was not settled, or when it last ceased to be.
     asked: Option<Instant>,
     /// Somebody was left out since the parts were last given out.
     changed: bool,
@@ -79,10 +79,23 @@ impl Team {
 
     /// Lends a core, if fewer are lent than a quarter of all (one always may be), or no regions are run just now.
     pub(super) fn lend(&mut self, now: Instant) -> bool {
-        let idle = self.asked.is_none_or(|asked| now.duration_since(asked) >= IDLE);
-        let may = idle || self.lent < self.workers.len().div_ceil(4).max(1);
+        let may = self.lent < self.workers.len().div_ceil(4).max(1) || self.is_idle(now);
+        if may && self.is_settled() {
+            // Nobody kept note before.
+            self.asked = Some(now);
+        }
         self.lent += usize::from(may);
         may
+    }
+
+    /// Whether workers stand back for all cores that are lent (up to a quarter of all).
+    pub(super) fn stands_back(&self) -> bool {
+        self.lent > 0 && self.standing_back >= self.lent.min(self.workers.len().div_ceil(4))
+    }
+
+    /// Whether no region was begun for a while.
+    pub(super) fn is_idle(&self, now: Instant) -> bool {
+        self.asked.is_none_or(|asked| now.duration_since(asked) >= IDLE)
     }
 
     /// Takes a lent core back.
@@ -135,7 +148,9 @@ mod tests {
         let away = |team: &Team| (0..7).filter(|&worker| team.is_away(worker)).count();
         assert!(team.lend(start) && !team.is_settled() && team.change(start));
         assert!(team.lend(start) && !team.lend(start), "a quarter");
+        assert!(!team.stands_back(), "one of two");
         assert!(team.change(start) && !team.change(start));
+        assert!(team.stands_back());
         assert_eq!(away(&team), 2);
         team.take_back(start);
         // Whoever reads a file a piece at a time does not make workers come and go.
@@ -146,7 +161,8 @@ mod tests {
         assert!(team.change(start + LINGER) && team.is_settled());
         assert_eq!(away(&team), 0);
         let mut alone = Team::new(1);
-        assert!((0..3).all(|_| alone.lend(start)), "nothing else runs");
+        assert!(alone.lend(start) && !alone.lend(start) && !alone.is_idle(start + IDLE / 2));
+        assert!(alone.lend(start + IDLE) && alone.lend(start + IDLE), "nothing else runs");
         assert!(alone.change(start) && alone.is_away(0) && !alone.lend(start) && alone.lend(start + IDLE));
         alone.leave_out(0, start);
         (0..4).for_each(|_| alone.take_back(start));
