@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use manylora_kernels::{FactorFeed, SiteShape, StepBatch};
+use manylora_kernels::{FactorFeed, MemoryUse, SiteShape, StepBatch};
 
 use crate::adapter::PreparedAdapter;
 use crate::error::ModelError;
@@ -64,4 +64,6 @@ pub trait Runner: Send {
     fn release_blocks(&mut self, blocks: &[u32]);
     /// Bytes of the packed weights.
     fn weight_bytes(&self) -> u64;
+    /// What the backend's own memory is used for; None where it has none.
+    fn memory_use(&self) -> Option<MemoryUse>;
 }

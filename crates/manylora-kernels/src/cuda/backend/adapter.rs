@@ -5,6 +5,7 @@
 //! A `[rank][input]` (the embedding's `[vocabulary][rank rounded up to 8]`), B `[output][rank rounded up to 8]`, each at
 //! a multiple of 16 bytes.
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::super::arena::{Arena, DeviceSlice, Holding};
@@ -232,34 +233,65 @@ fn transpose(values: &[f32], input: usize, padded: usize, dtype: StorageType, ou
     }
 }
 
-/// The table on the card, and what each slot of it holds.
+/// The table on the card. Its rows are for the adapters of a step, whatever their slots: as many as a step can have, so that
+/// how many are resident costs nothing here.
 #[derive(Debug)]
 pub(super) struct DeviceTable {
-    /// Addresses of A and B, ranks, scales: `[slots][sites]` each.
+    /// Addresses of A and B, ranks, scales: `[rows][sites]` each.
     columns: [DeviceSlice<u8>; 4],
     empty: DeviceSlice<u8>,
     sites: usize,
-    /// The adapter in each slot; 0: none.
-    held: Vec<u64>,
+    /// The adapter in each row, and the step that used it last.
+    held: Vec<(u64, u64)>,
+    row_of: HashMap<u64, usize>,
+    /// The row of each slot that the step refers to.
+    places: Vec<u32>,
+    step: u64,
 }
 
+/// Bytes of a table.
+pub(super) fn device_table_bytes(sites: usize, rows: usize) -> usize {
+    ENTRY_BYTES.iter().map(|width| granules(rows * sites * width)).sum::<usize>() + granules(table_bytes(sites))
+}
+
+/// In place of an adapter's number: what no adapter has.
+const NOTHING: u64 = u64::MAX;
+
 impl DeviceTable {
-    pub(super) fn new(arena: &Arena, stream: &Stream, sites: usize, slots: usize) -> Result<Self, CudaError> {
+    pub(super) fn new(arena: &Arena, stream: &Stream, sites: usize, rows: usize) -> Result<Self, CudaError> {
         let zeroed = |bytes: usize| -> Result<DeviceSlice<u8>, CudaError> {
             let mut memory = arena.allocate(Holding::Adapters, "the table of adapters", bytes)?;
             memory.fill_zero(stream)?;
             Ok(memory)
         };
-        let [a, b, ranks, scales] = ENTRY_BYTES.map(|width| zeroed(slots * sites * width));
-        Ok(Self { columns: [a?, b?, ranks?, scales?], empty: zeroed(table_bytes(sites))?, sites, held: vec![0; slots] })
+        let [a, b, ranks, scales] = ENTRY_BYTES.map(|width| zeroed(rows * sites * width));
+        Ok(Self {
+            columns: [a?, b?, ranks?, scales?],
+            empty: zeroed(table_bytes(sites))?,
+            sites,
+            held: vec![(NOTHING, 0); rows],
+            row_of: HashMap::with_capacity(rows),
+            places: Vec::new(),
+            step: 0,
+        })
     }
 
-    /// Slots it has room for.
-    pub(super) fn slots(&self) -> usize {
+    /// Adapters that it has room for.
+    pub(super) fn rows(&self) -> usize {
         self.held.len()
     }
 
-    /// Lets what is queued on `stream` from now on find the adapter of `slot`.
+    /// The row of each slot that was provided since the step began.
+    pub(super) fn places(&self) -> &[u32] {
+        &self.places
+    }
+
+    /// A step begins: rows that only earlier ones used may be given to others.
+    pub(super) fn begin(&mut self) {
+        self.step += 1;
+    }
+
+    /// Lets what is queued on `stream` from now on find the adapter of `slot`. A step provides no more than there are rows.
     pub(super) fn provide(
         &mut self,
         stream: &Stream,
@@ -268,9 +300,25 @@ impl DeviceTable {
     ) -> Result<(), CudaError> {
         let adapter = adapters.get(slot);
         let (slot, id) = (slot as usize, adapter.map_or(0, |adapter| adapter.id));
-        if self.held[slot] == id {
-            return Ok(());
+        let row = match self.row_of.get(&id) {
+            Some(&row) => row,
+            None => self.fill(stream, id, adapter)?,
+        };
+        self.held[row].1 = self.step;
+        if slot >= self.places.len() {
+            self.places.resize(slot + 1, 0);
         }
+        self.places[slot] = row as u32;
+        Ok(())
+    }
+
+    /// Puts an adapter in the row that was used longest ago.
+    fn fill(&mut self, stream: &Stream, id: u64, adapter: Option<&CudaAdapter>) -> Result<usize, CudaError> {
+        let oldest = self.held.iter().enumerate().min_by_key(|(_, (_, step))| *step);
+        let row = oldest.map_or(0, |(row, _)| row);
+        self.row_of.remove(&self.held[row].0);
+        // Until all of it is queued.
+        self.held[row].0 = NOTHING;
         if let Some(adapter) = adapter {
             adapter.upload.before(stream)?;
         }
@@ -278,11 +326,12 @@ impl DeviceTable {
         let mut from = 0;
         for (column, width) in self.columns.iter_mut().zip(ENTRY_BYTES) {
             let bytes = self.sites * width;
-            column.copy_from(stream, slot * bytes, source, from..from + bytes)?;
+            column.copy_from(stream, row * bytes, source, from..from + bytes)?;
             from += bytes;
         }
-        self.held[slot] = id;
-        Ok(())
+        self.held[row].0 = id;
+        self.row_of.insert(id, row);
+        Ok(row)
     }
 
     pub(super) fn a_pointers(&self) -> DevicePointer<u64> {
