@@ -29,6 +29,10 @@ pub trait AdapterPacker: Send + Sync {
     fn bytes(&self, sites: &[SiteShape]) -> u64;
     /// Packs factors as they are stored; refuses ranks that steps have no working memory for, before it asks for any.
     fn pack_stored(&self, sites: &[SiteShape], feed: &mut FactorFeed<'_>) -> Result<PackedHandle, ModelError>;
+    /// Whether packed adapters lie in memory of a device, of which there is only as much as was set aside for them.
+    fn has_own_memory(&self) -> bool {
+        false
+    }
     /// Takes one core from the steps that run meanwhile until what is returned is dropped. See [`manylora_kernels::Backend`].
     fn lend_core(&self) -> Option<Box<dyn Send + '_>> {
         None

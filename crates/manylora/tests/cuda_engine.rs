@@ -4,9 +4,9 @@
 //! A main function of its own: `cargo test --features manylora/cuda --test cuda_engine -- [FILTER]`.
 #![allow(clippy::print_stdout, clippy::unwrap_used, reason = "a test program")]
 
-mod common;
 #[path = "cuda_engine/choosing.rs"]
 mod choosing;
+mod common;
 #[path = "cuda_engine/failing.rs"]
 mod failing;
 #[path = "cuda_engine/serving.rs"]

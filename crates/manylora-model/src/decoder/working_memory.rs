@@ -47,10 +47,8 @@ pub const fn rotary_table_len(spec: &ModelSpec, limits: &DecoderLimits) -> usize
 
 /// Bytes of the buffers and tables.
 fn buffer_bytes<B: Backend>(backend: &B, spec: &ModelSpec, limits: &DecoderLimits) -> u64 {
-    let buffers: u64 = buffer_groups(spec, limits)
-        .iter()
-        .map(|(rows, widths, kind)| backend.buffer_bytes(*rows, widths, *kind))
-        .sum();
+    let buffers: u64 =
+        buffer_groups(spec, limits).iter().map(|(rows, widths, kind)| backend.buffer_bytes(*rows, widths, *kind)).sum();
     // Two tables of half a head each.
     buffers + limits.max_position as u64 * spec.head_dim as u64 * StorageType::F32.bytes() as u64
 }

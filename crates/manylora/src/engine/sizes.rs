@@ -172,12 +172,7 @@ pub(super) fn decoder_limits(config: &EngineConfig, sizes: &Sizes) -> DecoderLim
     DecoderLimits { max_entries: limits.max_entries * sizes.most_composed.unwrap_or(1), ..limits }
 }
 
-pub(super) fn limits_for(
-    config: &EngineConfig,
-    max_rows: usize,
-    max_position: usize,
-    blocks: usize,
-) -> DecoderLimits {
+pub(super) fn limits_for(config: &EngineConfig, max_rows: usize, max_position: usize, blocks: usize) -> DecoderLimits {
     // One entry per row is the common case.
     let (max_entries, max_rank) =
         if config.enable_lora { (max_rows, config.max_lora_rank.min(MAX_RANK)) } else { (0, 0) };

@@ -3,7 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{Receiver, channel};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::{Builder, JoinHandle};
 
 use manylora_core::{ControlPlane, Digest};
@@ -264,7 +264,7 @@ fn put_together<B: Backend>(
         tokenizer,
         chat_template,
         registry,
-        reader,
+        reader: Arc::new(Mutex::new(Some(reader))),
         next_request: AtomicU64::new(0),
         next_submission: AtomicU64::new(0),
         commands,
@@ -364,16 +364,17 @@ fn engine_features(config: &EngineConfig, checkpoint: &Checkpoint) -> Vec<Engine
 fn spawn(assembled: Assembled) -> Result<(EngineHandle, Vec<JoinHandle<()>>), EngineError> {
     let Assembled { shared, mut worker, jobs, discarded, loader_threads } = assembled;
     let jobs = Arc::new(Mutex::new(jobs));
+    let reader = shared.reader()?;
     let mut threads = (0..loader_threads)
         .map(|_| {
-            let (jobs, commands, reader) = (Arc::clone(&jobs), shared.commands.clone(), shared.reader.clone());
+            let (jobs, commands, reader) = (Arc::clone(&jobs), shared.commands.clone(), reader.clone());
             thread("manylora-loader", move || loader::run(&jobs, &commands, &reader))
         })
         .collect::<Result<Vec<_>, _>>()?;
-    drop(jobs);
+    drop((jobs, reader));
     // Gives the memory of adapters back as they come.
     threads.push(thread("manylora-discard", move || discarded.into_iter().for_each(drop))?);
-    let stopped = Arc::clone(&shared.stopped);
+    let (stopped, reader) = (Arc::clone(&shared.stopped), Arc::clone(&shared.reader));
     let engine = thread("manylora-engine", move || {
         // A panic here is a bug; callers still get an error that names it instead of waiting for ever.
         let why = match catch_unwind(AssertUnwindSafe(|| worker.run())) {
@@ -383,6 +384,9 @@ fn spawn(assembled: Assembled) -> Result<(EngineHandle, Vec<JoinHandle<()>>), En
         };
         worker.close(&why);
         let _ = stopped.set(why);
+        // Handles may stay for long; the device's memory must not.
+        drop(worker);
+        reader.lock().unwrap_or_else(PoisonError::into_inner).take();
     })?;
     threads.insert(0, engine);
     Ok((EngineHandle { shared: Arc::new(shared) }, threads))

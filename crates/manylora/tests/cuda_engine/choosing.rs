@@ -64,7 +64,10 @@ pub(crate) fn automatic() {
     let engine = Engine::start(settings).unwrap();
     assert_eq!((engine.info().device.as_str(), &engine.info().device_reason), ("cpu", &None));
     drop(engine);
-    assert_says(&refusal(|config| config.device = Device::Cuda { ordinal: 3 }), &["`cuda:3` does not exist", "there are 1"]);
+    assert_says(
+        &refusal(|config| config.device = Device::Cuda { ordinal: 3 }),
+        &["`cuda:3` does not exist", "there are 1"],
+    );
 }
 
 pub(crate) fn no_card() {
@@ -85,7 +88,10 @@ pub(crate) fn a_driver_too_old() {
 pub(crate) fn too_little_memory() {
     // The working memory of matrix products alone is more than this card has.
     let text = refusal(|_| {});
-    assert_says(&text, &["cuda:0 of 4194304 bytes", "gpu_memory_utilization `0.9`", "weights", "working memory", "device \"cpu\""]);
+    assert_says(
+        &text,
+        &["cuda:0 of 4194304 bytes", "gpu_memory_utilization `0.9`", "weights", "working memory", "device \"cpu\""],
+    );
     // The model is one that a card could serve, so `auto` does not hide it away on the processor.
     let text = Engine::start(config(Device::Auto)).expect_err("too small").to_string();
     assert_says(&text, &["cuda:0 of 4194304 bytes"]);
@@ -102,7 +108,10 @@ pub(crate) fn memory_of_others() {
     let card = engine.info().card.unwrap();
     assert_eq!(card.budget_bytes, (1u64 << 30) / 5);
     assert!(card.reserved_bytes() + card.driver_bytes <= card.budget_bytes);
-    assert!(card.budget_bytes - card.reserved_bytes() - card.driver_bytes < engine.info().block_bytes + 1024, "{card:?}");
+    assert!(
+        card.budget_bytes - card.reserved_bytes() - card.driver_bytes < engine.info().block_bytes + 1024,
+        "{card:?}"
+    );
     drop((engine, taken));
     settings.gpu_memory_utilization = 0.9;
     settings.kv_cache_memory_bytes = Some(900 << 20);

@@ -58,10 +58,12 @@ pub(crate) fn every_function_in_turn() {
         for nth in chosen(*count) {
             // Codes that both libraries know: what is left when nothing else fits.
             let code = if function.starts_with("cublas") { 14 } else { 999 };
+            let what = format!("call {nth} of {count} of `{function}` with {code}");
+            // The last one that is told is the one that hangs.
+            println!("{what}");
             stand_in.fail(function, nth, code);
             let result = catch_unwind(AssertUnwindSafe(|| session(&oracle)));
             stand_in.forget_failures();
-            let what = format!("call {nth} of {count} of `{function}` with {code}");
             match result {
                 Err(panic) => panic!("{what}: {panic:?}"),
                 Ok(Ok(())) => {}
@@ -95,7 +97,8 @@ pub(crate) fn aborts_and_shutdown() {
         engine.load_adapter(AdapterSource::directory(name, adapter_path(&oracle, name))).unwrap();
     }
     let prompt = oracle.prompt("few");
-    let many = || (0..6).map(|row| request(&prompt, [None, Some("alpha"), Some("beta")][row % 3], greedy(300))).collect();
+    let many =
+        || (0..6).map(|row| request(&prompt, [None, Some("alpha"), Some("beta")][row % 3], greedy(300))).collect();
     let mut streams = engine.submit_all(many(), true).unwrap();
     for stream in &mut streams {
         stream.next_delta().unwrap().unwrap();
@@ -113,10 +116,15 @@ pub(crate) fn aborts_and_shutdown() {
     assert_eq!(engine.stats().unwrap().free_blocks, engine.stats().unwrap().total_blocks);
     let mut streams = engine.submit_all(many(), true).unwrap();
     streams[0].next_delta().unwrap().unwrap();
+    // Handles that stay behind hold nothing of the device.
+    let handle = engine.handle();
     drop(engine);
     for mut stream in streams {
         let error = stream.collect_all().expect_err("the engine is gone").to_string();
         assert!(error.contains("shut down"), "{error}");
     }
     stand_in.assert_nothing_held();
+    let source = AdapterSource::directory("gamma", adapter_path(&oracle, "gamma"));
+    let error = handle.load_adapter(source).expect_err("the engine is gone").to_string();
+    assert!(error.contains("shut down"), "{error}");
 }

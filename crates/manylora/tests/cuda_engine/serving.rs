@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use manylora::{AdapterSource, Device, DType, Engine, EngineConfig, SamplingParams};
+use manylora::{AdapterSource, DType, Device, Engine, EngineConfig, SamplingParams};
 use manylora_core::budget::{TargetModule, card};
 use manylora_kernels::cuda;
 use manylora_kernels::{Module, Site, SiteShape};
@@ -81,7 +81,8 @@ pub(crate) fn solo_equals_batched() {
     let oracle = Oracle::open("llama");
     let rows: Vec<_> = (0..24)
         .map(|row| {
-            let prompt: Vec<u32> = (0..3 + 5 * (row % 4) as u32).map(|index| 3 + (index * 7 + row as u32 * 13) % 250).collect();
+            let prompt: Vec<u32> =
+                (0..3 + 5 * (row % 4) as u32).map(|index| 3 + (index * 7 + row as u32 * 13) % 250).collect();
             let params = if row % 3 == 2 {
                 SamplingParams { temperature: 0.9, top_p: 0.9, seed: Some(11), repetition_penalty: 1.1, ..greedy(6) }
             } else {
@@ -123,7 +124,9 @@ pub(crate) fn solo_equals_batched() {
 /// Promise P8: what is told at the start is what the card holds, and formulas are those of what is allocated.
 pub(crate) fn held_bytes_are_those_told() {
     let device = StandIn::get();
-    for (base, rows, lora) in [("llama", 64, true), ("qwen2", 300, true), ("qwen3", 40, false), ("llama-tied", 64, true)] {
+    for (base, rows, lora) in
+        [("llama", 64, true), ("qwen2", 300, true), ("qwen3", 40, false), ("llama-tied", 64, true)]
+    {
         let oracle = Oracle::open(base);
         let engine = on_card(&oracle, |config| {
             config.max_num_batched_tokens = Some(rows);
@@ -150,7 +153,8 @@ pub(crate) fn held_bytes_are_those_told() {
             assert_eq!(stats.device_memory.unwrap().adapters, stats.adapter_bytes, "{base}");
             assert_eq!(stats.total_blocks, blocks, "adapters never take KV blocks");
             // Steps take nothing more.
-            let all = (0..12).map(|row| request(&oracle.prompt("mid"), ["alpha", "beta", "gamma"].get(row % 4).copied(), greedy(6)));
+            let all = (0..12)
+                .map(|row| request(&oracle.prompt("mid"), ["alpha", "beta", "gamma"].get(row % 4).copied(), greedy(6)));
             answers(&engine, all.collect());
             assert_eq!(engine.stats().unwrap().device_memory, stats.device_memory);
         }
@@ -183,8 +187,7 @@ fn formulas() {
                     SiteShape { site, rank: rank as u32, input: input as u32, output: output as u32, scale: 1.0 }
                 };
                 let modules = [TargetModule::Q, TargetModule::V, TargetModule::Down];
-                let sites: Vec<_> =
-                    (0..layers).flat_map(|layer| modules.map(|module| shape(layer, module))).collect();
+                let sites: Vec<_> = (0..layers).flat_map(|layer| modules.map(|module| shape(layer, module))).collect();
                 assert_eq!(
                     dimensions.card_adapter_bytes(rank, &modules),
                     cuda::packed_adapter_bytes(&sites, layers as usize) as u64
@@ -295,7 +298,8 @@ pub(crate) fn a_36_every_ordering_of_one_batch() {
 pub(crate) fn a_37_base_is_neutral() {
     let oracle = Oracle::open("llama");
     let prompts = ["few", "mid", "long"].map(|name| oracle.prompt(name));
-    let run = |engine: &Engine| answers(engine, prompts.iter().map(|prompt| request(prompt, None, greedy(8))).collect());
+    let run =
+        |engine: &Engine| answers(engine, prompts.iter().map(|prompt| request(prompt, None, greedy(8))).collect());
     let off = run(&on_card(&oracle, |config| config.enable_lora = false));
     assert_eq!(run(&on_card(&oracle, |_| {})), off);
     assert_eq!(run(&with_adapters(&oracle, |_| {})), off);
@@ -319,7 +323,10 @@ pub(crate) fn adapters_come_and_go_under_running_requests() {
             configure(config);
         })
     };
-    let long = || [None, Some("alpha"), Some("beta"), Some("alpha")].map(|adapter| request(&oracle.prompt("few"), adapter, greedy(120)));
+    let long = || {
+        [None, Some("alpha"), Some("beta"), Some("alpha")]
+            .map(|adapter| request(&oracle.prompt("few"), adapter, greedy(120)))
+    };
     let reference = card(|_| {});
     load(&reference, &oracle, &["alpha", "beta"]);
     load(&reference, &oracle, &others);
@@ -328,7 +335,8 @@ pub(crate) fn adapters_come_and_go_under_running_requests() {
     let beta = answer(&reference, &oracle, Some("beta"));
     let bytes = |name: &str| reference.adapter(name).unwrap().report.bytes;
     // Those that run, the largest other one, and a little: something has to go all the time, and holes are left.
-    let room = bytes("alpha") + bytes("beta") + others.iter().map(|name| bytes(name)).max().unwrap() + bytes("rank5") + 256;
+    let room =
+        bytes("alpha") + bytes("beta") + others.iter().map(|name| bytes(name)).max().unwrap() + bytes("rank5") + 256;
     drop(reference);
 
     let engine = on_card(&oracle, |config| {

@@ -16,6 +16,7 @@ mod items;
 mod kernels;
 mod kv;
 mod linear;
+mod region;
 mod room;
 mod step;
 
@@ -30,7 +31,7 @@ pub use room::{
     StepRoom, activation_bytes, kv_cache_bytes, matrices_bytes, packed_adapter_bytes, step_bytes, vector_bytes,
 };
 
-use super::arena::{Arena, ArenaUsage, Holding};
+use super::arena::{Arena, ArenaUsage, DeviceSlice, Holding};
 use super::device::Device;
 use super::error::CudaError;
 use super::graph::GraphCache;
@@ -46,6 +47,7 @@ use crate::error::KernelError;
 use crate::site::{Site, SiteShape};
 use attention::RopeInputs;
 use kernels::KernelSet;
+use region::AdapterRegion;
 use step::StepState;
 
 /// Chunks of page-locked memory for uploads, and bytes of each.
@@ -114,7 +116,7 @@ pub struct CudaBackend {
     state: Mutex<StepState>,
     kernels: KernelSet,
     uploader: Uploader,
-    adapters: Arena,
+    adapters: AdapterRegion,
     arena: Arena,
     device: Device,
 }
@@ -155,7 +157,7 @@ impl CudaBackend {
         let CudaOptions { dtype, layers, heads, kv_heads, head_dim, .. } = options;
         let format = if dtype == StorageType::F16 { "f16" } else { "bf16" };
         let arena = Arena::reserve(device.context(), options.memory_bytes)?;
-        let adapters = arena.region(Holding::Adapters, "the memory of adapters", options.adapter_bytes)?;
+        let adapters = AdapterRegion::new(&arena, options.adapter_bytes)?;
         let uploader = Uploader::new(device.compute(), UPLOAD_CHUNKS, UPLOAD_CHUNK)?;
         let kernels = KernelSet::new(device.kernels(), format, head_dim)?;
         let workspace = workspace_bytes.unwrap_or_else(|| Matmul::advised_workspace(device.context()));
@@ -203,6 +205,18 @@ impl CudaBackend {
     /// Writes the first rows of a buffer, and waits: for tests and measurements.
     pub fn write(&self, buffer: &mut CudaBuffer, values: &[f32]) -> Result<(), KernelError> {
         Ok(buffer.write(self.device.compute(), values, self.dtype)?)
+    }
+
+    /// Places an adapter, moving others together if need be.
+    fn place_adapter(&self, bytes: usize) -> Result<DeviceSlice<u8>, CudaError> {
+        self.adapters.place(bytes, &|gather| {
+            let mut state = self.state();
+            let gathered = gather.run(self.device.compute(), &mut state.table);
+            if let Err(error) = &gathered {
+                state.broken = Some(error.clone());
+            }
+            gathered
+        })
     }
 
     fn state(&self) -> MutexGuard<'_, StepState> {
@@ -360,7 +374,7 @@ impl Backend for CudaBackend {
         fill: &mut FillFactors<'_>,
     ) -> Result<CudaAdapter, KernelError> {
         self.check_dtype(dtype)?;
-        CudaAdapter::pack(&self.adapters, &self.uploader, sites, self.sites, dtype, fill)
+        CudaAdapter::pack(self, sites, self.sites, dtype, fill)
     }
 
     fn pack_stored_adapter(
@@ -370,7 +384,7 @@ impl Backend for CudaBackend {
         feed: &mut FactorFeed<'_>,
     ) -> Result<CudaAdapter, KernelError> {
         self.check_dtype(dtype)?;
-        CudaAdapter::pack_stored(&self.adapters, &self.uploader, sites, self.sites, dtype, feed)
+        CudaAdapter::pack_stored(self, sites, self.sites, dtype, feed)
     }
 
     fn begin_step(&self, batch: &StepBatch, adapters: &AdapterTable<CudaAdapter>) -> Result<(), KernelError> {

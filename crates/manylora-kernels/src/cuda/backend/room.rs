@@ -5,6 +5,7 @@ use super::super::free_list::granules;
 use super::adapter;
 use super::block::{Capacity, RowBlock, SMALL_ROWS};
 use super::buffer;
+use super::region::BETWEEN;
 use super::step::{PARTIALS, PARTS, SLOTS, partial_floats, shrink_stride};
 use crate::backend::{BufferKind, KvShape};
 use crate::site::{Site, SiteShape};
@@ -63,7 +64,7 @@ impl StepRoom {
 pub fn step_bytes(room: &StepRoom, layers: usize, heads: usize, head_dim: usize) -> usize {
     let room = StepRoom { entries: room.entries.max(1), ..*room };
     let table = adapter::device_table_bytes(Site::count(layers as u32), room.adapters);
-    room.bytes(partial_floats(heads, head_dim)) + table
+    room.bytes(partial_floats(heads, head_dim)) + table + granules(BETWEEN)
 }
 
 /// Bytes of matrices `[rows, columns]` that are packed together, in bf16 or f16.

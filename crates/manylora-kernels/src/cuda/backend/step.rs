@@ -67,6 +67,8 @@ pub(super) struct StepState {
     pub(super) partials: DeviceSlice<f32>,
     pub(super) greedy: DeviceSlice<u32>,
     pub(super) fetched: Readback<u32>,
+    /// Why no step can run any more: adapters were lost while they were moved.
+    pub(super) broken: Option<CudaError>,
     /// Recorded steps have addresses of memory that was replaced.
     pub(super) moved: bool,
     items: AttentionItems,
@@ -105,6 +107,7 @@ impl StepState {
             partials: arena.allocate(Holding::Buffers, "partial results of attention", partials)?,
             greedy: arena.allocate(Holding::Buffers, "greedy tokens", greedy)?,
             fetched: Readback::new(arena.context(), greedy)?,
+            broken: None,
             moved: false,
             items: AttentionItems::default(),
             group: heads / kv_heads.max(1),
@@ -175,6 +178,9 @@ impl StepState {
         adapters: &AdapterTable<CudaAdapter>,
     ) -> Result<(), CudaError> {
         self.error = None;
+        if let Some(error) = &self.broken {
+            return Err(error.clone());
+        }
         let wanted = Capacity {
             rows: batch.rows(),
             entries: batch.adapters.entries().len(),
