@@ -45,6 +45,7 @@ const CASES: &[Row] = &[
     ("serving::a_36_every_ordering_of_one_batch", serving::a_36_every_ordering_of_one_batch, Some(Build::Plain), DEFERRED),
     ("serving::a_37_base_is_neutral", serving::a_37_base_is_neutral, Some(Build::Plain), EAGER),
     ("serving::adapters_come_and_go_under_running_requests", serving::adapters_come_and_go_under_running_requests, Some(Build::Plain), BACKGROUND),
+    ("serving::holes_keep_nothing_out", serving::holes_keep_nothing_out, Some(Build::Plain), BACKGROUND),
     ("serving::adapters_from_memory", serving::adapters_from_memory, Some(Build::Plain), BACKGROUND),
     ("failing::every_function_in_turn", failing::every_function_in_turn, Some(Build::Plain), &[("EMU_QUIET", "1"), ("EMU_SCHEDULE", "background")]),
     ("failing::aborts_and_shutdown", failing::aborts_and_shutdown, Some(Build::Plain), BACKGROUND),

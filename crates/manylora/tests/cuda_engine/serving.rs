@@ -148,13 +148,13 @@ pub(crate) fn held_bytes_are_those_told() {
         if lora {
             assert_eq!(engine.stats().unwrap().adapter_room, memory.adapter_bytes);
             let blocks = engine.stats().unwrap().total_blocks;
-            load(&engine, &oracle, &["alpha", "beta", "gamma"]);
+            load(&engine, &oracle, &["alpha", "beta", "qv"]);
             let stats = engine.stats().unwrap();
             assert_eq!(stats.device_memory.unwrap().adapters, stats.adapter_bytes, "{base}");
             assert_eq!(stats.total_blocks, blocks, "adapters never take KV blocks");
             // Steps take nothing more.
             let all = (0..12)
-                .map(|row| request(&oracle.prompt("mid"), ["alpha", "beta", "gamma"].get(row % 4).copied(), greedy(6)));
+                .map(|row| request(&oracle.prompt("mid"), ["alpha", "beta", "qv"].get(row % 4).copied(), greedy(6)));
             answers(&engine, all.collect());
             assert_eq!(engine.stats().unwrap().device_memory, stats.device_memory);
         }
@@ -405,14 +405,64 @@ pub(crate) fn adapters_from_memory() {
     engine.load_adapter(in_memory(&oracle, "given", "alpha")).unwrap();
     assert_eq!(answer(&engine, &oracle, Some("given")), wanted[0]);
     assert_eq!(answer(&engine, &oracle, Some("rank64")), wanted[2]);
-    // There is no room for it beside the first: it is not taken, and what is there stays as it was.
-    let second = engine.load_adapter(in_memory(&oracle, "more", "rank64"));
-    if second.is_ok() {
-        assert_eq!(answer(&engine, &oracle, Some("more")), wanted[2]);
-    }
+    // From disk, so it gives way.
     load(&engine, &oracle, &["beta"]);
     assert_eq!(answer(&engine, &oracle, Some("beta")), wanted[1]);
+    engine.load_adapter(in_memory(&oracle, "second", "rank64")).unwrap();
+    assert_eq!(answer(&engine, &oracle, Some("second")), wanted[2]);
+    assert_eq!(answer(&engine, &oracle, Some("given")), wanted[0]);
+    // Now all is taken by what stays, and that is said.
+    let mut late = engine.submit(request(&oracle.prompt("mid"), Some("beta"), greedy(6))).unwrap();
+    let error = late.collect_all().expect_err("there is no room").to_string();
+    assert!(error.contains("given from memory") && error.contains(&format!("`{room}`")), "{error}");
     assert_eq!(answer(&engine, &oracle, Some("given")), wanted[0]);
     let stats = engine.stats().unwrap();
     assert_eq!(stats.device_memory.unwrap().adapters, stats.adapter_bytes);
+}
+
+/// What fits by its bytes is loaded, however many holes they are spread over, while others run.
+pub(crate) fn holes_keep_nothing_out() {
+    let oracle = Oracle::open("llama");
+    let names = ["rank2", "alpha", "beta", "qv", "gamma", "rank5", "rank64", "rank48", "rank24", "all-linear", "rs16"];
+    let reference = with_adapters(&oracle, |config| config.batch_invariant = true);
+    load(&reference, &oracle, &names);
+    let bytes = |name: &str| reference.adapter(name).unwrap().report.bytes;
+    // One to go, one to stay, and so on.
+    let (go, stay) = (["beta", "gamma", "rank5"], ["alpha", "qv", "rank2"]);
+    let (freed, longest) = (go.map(bytes).iter().sum::<u64>(), go.map(bytes).into_iter().max().unwrap());
+    let fits = |name: &&&str| bytes(name) > longest && bytes(name) <= freed;
+    let large =
+        *names.iter().filter(|name| !stay.contains(*name)).find(fits).expect("one between the longest hole and all");
+    let room = freed + stay.map(bytes).iter().sum::<u64>();
+    let long = || stay.map(|name| request(&oracle.prompt("few"), Some(name), greedy(100)));
+    let wanted = answers(&reference, long().into());
+    let wanted_large = answer(&reference, &oracle, Some(large));
+    drop(reference);
+
+    let engine = on_card(&oracle, |config| {
+        config.batch_invariant = true;
+        config.enable_prefix_caching = false;
+        config.lora_memory_bytes = Some(room);
+    });
+    for (go, stay) in go.iter().zip(stay) {
+        load(&engine, &oracle, &[go, stay]);
+    }
+    for name in stay {
+        engine.pin_adapter(name).unwrap();
+    }
+    let running = engine.submit_all(long().into(), true).unwrap();
+    for name in go {
+        engine.unload_adapter(name, manylora::UnloadMode::Drain).unwrap();
+    }
+    load(&engine, &oracle, &[large]);
+    assert_eq!(answer(&engine, &oracle, Some(large)), wanted_large);
+    assert!(engine.stats().unwrap().running > 0, "the others still run");
+    for (mut stream, wanted) in running.into_iter().zip(&wanted) {
+        let tokens: Vec<u32> =
+            std::iter::from_fn(|| stream.next_delta()).flat_map(|delta| delta.unwrap().token_ids).collect();
+        assert_eq!(tokens, wanted.0);
+    }
+    assert_eq!(answers(&engine, long().into()), wanted);
+    let stats = engine.stats().unwrap();
+    assert_eq!((stats.evictions, stats.device_memory.unwrap().adapters), (0, stats.adapter_bytes));
 }
