@@ -154,10 +154,23 @@ impl CudaBackend {
     }
 
     fn make(device: Device, options: CudaOptions, room: Option<StepRoom>) -> Result<Self, KernelError> {
-        let CudaOptions { dtype, layers, heads, kv_heads, head_dim, .. } = options;
+        let CudaOptions {
+            ordinal: _,
+            dtype,
+            layers,
+            heads,
+            kv_heads,
+            head_dim,
+            memory_bytes,
+            adapter_bytes,
+            algorithms,
+            workspace_bytes,
+            library_folders,
+            graphs,
+        } = options;
         let format = if dtype == StorageType::F16 { "f16" } else { "bf16" };
-        let arena = Arena::reserve(device.context(), options.memory_bytes)?;
-        let adapters = AdapterRegion::new(&arena, options.adapter_bytes)?;
+        let arena = Arena::reserve(device.context(), memory_bytes)?;
+        let adapters = AdapterRegion::new(&arena, adapter_bytes)?;
         let uploader = Uploader::new(device.compute(), UPLOAD_CHUNKS, UPLOAD_CHUNK)?;
         let kernels = KernelSet::new(device.kernels(), format, head_dim)?;
         let workspace = workspace_bytes.unwrap_or_else(|| Matmul::advised_workspace(device.context()));
