@@ -189,12 +189,14 @@ MEMORY = (
         Kind.SHARE,
         "share of a card's memory that is taken in all: driver, weights, working memory, KV blocks, adapters",
     ),
-    _honoured("enforce_eager", False, Kind.SWITCH, "cards launch every kernel of a step: nothing is recorded and replayed"),
+    _honoured(
+        "enforce_eager", False, Kind.SWITCH, "cards launch every kernel of a step: nothing is recorded and replayed"
+    ),
     _honoured(
         "batch_invariant",
         False,
         Kind.SWITCH,
-        "cards use one algorithm per weight, so that results do not depend on what shares a batch (on a CPU they never do)",
+        "cards use one algorithm per weight, so that results never depend on what shares a batch; CPUs always do",
         ours=True,
     ),
     _honoured("enable_prefix_caching", True, Kind.SWITCH, "keep KV blocks for requests with the same prefix"),
@@ -282,7 +284,11 @@ LORA = (
     _honoured("max_cpu_loras", None, Kind.COUNT, "resident adapters; None = unbounded"),
     _honoured("lora_target_modules", None, Kind.NAMES, "modules that adapters may touch; None = all"),
     _honoured(
-        "lora_memory_bytes", None, Kind.COUNT, "bytes for adapters; None = elastic, shared with the KV cache; on a card a quarter of what weights leave", ours=True
+        "lora_memory_bytes",
+        None,
+        Kind.COUNT,
+        "bytes for adapters; None = elastic, shared with the KV cache; on a card a quarter of what weights leave",
+        ours=True,
     ),
     _honoured(
         "lora_eviction",

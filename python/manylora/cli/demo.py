@@ -63,7 +63,10 @@ def add_parser(commands: Any) -> None:
         "--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="number format (default: auto)"
     )
     parser.add_argument(
-        "--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:N (default: a card if one can be used)"
+        "--device",
+        default="auto",
+        metavar="DEVICE",
+        help="auto, cpu, cuda or cuda:N (default: a card if one can be used)",
     )
     parser.add_argument("--threads", type=_positive, metavar="N", help="compute threads (default: all physical cores)")
     parser.set_defaults(run=run)

@@ -93,7 +93,7 @@ impl Card {
     }
 
     /// Room for steps of these limits.
-    fn room(&self, config: &EngineConfig, limits: &DecoderLimits) -> StepRoom {
+    fn room(config: &EngineConfig, limits: &DecoderLimits) -> StepRoom {
         let sequences = config.max_num_seqs.min(limits.max_rows);
         let distinct = sequences.min(config.max_loras.unwrap_or(usize::MAX));
         StepRoom {
@@ -113,7 +113,7 @@ impl Card {
             .sum();
         let tables = 2 * cuda::vector_bytes(rotary_table_len(spec, limits));
         let products = cuda::granules(self.options.workspace_bytes.unwrap_or_default());
-        let steps = cuda::step_bytes(&self.room(config, limits), spec.layers, spec.heads, spec.head_dim);
+        let steps = cuda::step_bytes(&Self::room(config, limits), spec.layers, spec.heads, spec.head_dim);
         [activations, tables, products, steps].into_iter().fold(0u64, |sum, bytes| sum.saturating_add(bytes as u64))
     }
 
@@ -214,7 +214,7 @@ impl Card {
         sizes: &Sizes,
         memory: &CardMemory,
     ) -> Result<Arc<CudaBackend>, EngineError> {
-        let room = self.room(config, &sizes::decoder_limits(config, sizes));
+        let room = Self::room(config, &sizes::decoder_limits(config, sizes));
         let options = CudaOptions {
             memory_bytes: memory.reserved_bytes() as usize,
             adapter_bytes: memory.adapter_bytes as usize,

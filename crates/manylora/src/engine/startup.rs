@@ -159,7 +159,7 @@ fn on_processor(mut parts: Parts, progress: &mut dyn FnMut(LoadProgress)) -> Res
     let sizes = sizes::for_processor(config, spec, &backend, &mut parts.notes)?;
     let working_bytes = working_bytes(&*backend, spec, &sizes::decoder_limits(config, &sizes), sizes.dtype);
     let device = Placement { name: "cpu".to_owned(), threads, working_bytes };
-    put_together(parts, backend, sizes, device, progress)
+    put_together(parts, backend, &sizes, device, progress)
 }
 
 #[cfg(feature = "cuda")]
@@ -172,7 +172,7 @@ fn on_card(
     let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let device = Placement { name: card.name(), threads, working_bytes: memory.working_bytes };
     let backend = card.backend(&parts.config, &sizes, &memory)?;
-    put_together(parts, backend, sizes, device, progress)
+    put_together(parts, backend, &sizes, device, progress)
 }
 
 /// Where an engine computes.
@@ -186,7 +186,7 @@ struct Placement {
 fn put_together<B: Backend>(
     parts: Parts,
     backend: Arc<B>,
-    sizes: Sizes,
+    sizes: &Sizes,
     device: Placement,
     progress: &mut dyn FnMut(LoadProgress),
 ) -> Result<Assembled, EngineError> {
@@ -194,13 +194,13 @@ fn put_together<B: Backend>(
     let spec = checkpoint.spec.clone();
     let loader_threads = config.loader_threads.unwrap_or((device.threads / 4).clamp(2, 4));
     // Everything that can be refused is refused before the weights are read.
-    ControlPlane::new(sizes::core_config(&config, &sizes, loader_threads, Digest([0; 32])))?;
+    ControlPlane::new(sizes::core_config(&config, sizes, loader_threads, Digest([0; 32])))?;
     notes.extend(checkpoint.quantization.as_ref().map(|note| note.line(sizes.dtype.bytes())));
     let weights = DecoderWeights::load(backend, &checkpoint, sizes.dtype, progress)?;
-    let decoder = weights.allocate(sizes::decoder_limits(&config, &sizes))?;
+    let decoder = weights.allocate(sizes::decoder_limits(&config, sizes))?;
     // The weights were hashed as they were read.
     let base_digest = Digest(checkpoint.digest());
-    let core = ControlPlane::new(sizes::core_config(&config, &sizes, loader_threads, base_digest))?;
+    let core = ControlPlane::new(sizes::core_config(&config, sizes, loader_threads, base_digest))?;
 
     let generation = checkpoint.generation.clone();
     let mut base_names = checkpoint.names.clone();
