@@ -58,7 +58,14 @@ def test_torch_devices_are_known_by_name() -> None:
 
 
 def test_a_driver_that_cannot_be_loaded_is_named() -> None:
-    program = "import sys; from manylora import LLM\ntry:\n    LLM(sys.argv[1], device='cuda')\nexcept Exception as error: print(error)"
+    program = """
+import sys
+from manylora import LLM
+try:
+    LLM(sys.argv[1], device="cuda")
+except Exception as error:
+    print(error)
+"""
     environment = os.environ | {"MANYLORA_CUDA_LIBRARY": "/no/such/libcuda.so"}
     run = subprocess.run(
         [sys.executable, "-c", program, BASE], env=environment, capture_output=True, text=True, check=True, timeout=100

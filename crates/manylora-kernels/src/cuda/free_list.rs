@@ -151,7 +151,9 @@ mod tests {
         assert_eq!(spans.iter().map(Span::start).collect::<Vec<_>>(), [0, 2 * GRANULE, 4 * GRANULE]);
         assert_eq!((list.holes(), list.largest(), list.free()), (1, 4 * GRANULE, 4 * GRANULE));
         assert!(!list.slide_down(&mut spans[0]));
-        spans.into_iter().for_each(|span| list.release(span));
+        for span in spans {
+            list.release(span);
+        }
         assert_eq!((list.holes(), list.free()), (1, 10 * GRANULE));
     }
 

@@ -76,6 +76,9 @@ pub(crate) fn greedy_agrees_with_the_processor() {
     }
 }
 
+/// A name and what it changes.
+type Variant = (&'static str, fn(&mut EngineConfig));
+
 /// Promise P3: tokens, and the bits of logprobs, do not depend on who shares a batch.
 pub(crate) fn solo_equals_batched() {
     let oracle = Oracle::open("llama");
@@ -98,7 +101,7 @@ pub(crate) fn solo_equals_batched() {
     });
     let wanted: Vec<Answer> = requests().map(|request| answers(&alone, vec![request]).remove(0)).collect();
     drop(alone);
-    let variants: [(&str, fn(&mut EngineConfig)); 4] = [
+    let variants: [Variant; 4] = [
         ("batched", |_| {}),
         ("launched one by one", |config| config.enforce_eager = true),
         ("chunks of 5", |config| {
