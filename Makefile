@@ -82,16 +82,17 @@ $(STAMPS)/nvcc: $(STAMPS)/venv kernels/requirements.txt
 test-cuda: $(STAMPS)/nvcc
 	$(MAKE) -j$(CORES) -C kernels OUT="$(KERNELS)" emu emu-check test-emu-plain test-emu-check test-kernels
 	NVCC="$(NVCC)" \
-		$(CARGO) clippy --release --workspace --features manylora-model/cuda --all-targets --locked -- -D warnings
+		$(CARGO) clippy --release --workspace --features manylora-py/cuda --all-targets --locked -- -D warnings
 	$(EMULATED) $(CARGO) test --release -p manylora-kernels --features cuda --locked
-	$(EMULATED) $(CARGO) test --release --workspace --features manylora-model/cuda --locked --test cuda_logits
+	$(EMULATED) $(CARGO) test --release --workspace --features manylora-py/cuda --locked \
+		--test cuda_logits --test cuda_engine
 	$(MAKE) -j$(CORES) -C kernels OUT="$(KERNELS)" NVCC="$(NVCC)" registers
 
 # What takes longer: the checkers on the whole grid.
 test-cuda-long: test-cuda
 	$(MAKE) -j$(CORES) -C kernels OUT="$(KERNELS)" DEEP=--deep test-emu test-kernels test-kernels-check test-kernels-asan
 	$(EMULATED) $(CARGO) test --release -p manylora-kernels --features cuda --locked --test cuda_backend -- --deep
-	$(EMULATED) $(CARGO) test --release --workspace --features manylora-model/cuda --locked --test cuda_logits -- --deep
+	$(EMULATED) $(CARGO) test --release --workspace --features manylora-py/cuda --locked --test cuda_logits -- --deep
 
 docs: $(STAMPS)/venv
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --release --workspace --no-deps --locked
