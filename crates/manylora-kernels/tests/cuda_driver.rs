@@ -17,8 +17,8 @@ mod work;
 use std::process::ExitCode;
 
 use manylora_kernels::cuda::{BLAS_VARIABLE, DRIVER_VARIABLE};
-use stand_in::{Build, on_card};
 use stand_in::cases::{Case, Environment};
+use stand_in::{Build, on_card};
 
 /// The kinds of device that ordinary cases run on.
 const KINDS: &[(&str, Build, Environment)] = &[
