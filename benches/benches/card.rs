@@ -152,8 +152,8 @@ impl Bench {
         let (Some(said), Some(held)) = (said, held) else { return Err("the engine is not on a card".into()) };
         let pairs = [
             ("reserved", said.reserved_bytes(), held.reserved),
-            ("weights", said.weight_bytes, held.weights),
-            ("working memory", said.working_bytes, held.working),
+            // What steps need is planned with the rotary tables, and held without them.
+            ("weights, working", said.weight_bytes + said.working_bytes, held.weights + held.working),
             ("KV blocks", said.kv_cache_bytes, held.kv_cache),
             ("room for adapters", said.adapter_bytes, held.adapter_room),
             ("adapters", stats.core.adapter_bytes, held.adapters),

@@ -80,6 +80,7 @@ fn main() -> ExitCode {
         ON_ONE_KIND.iter().map(|&(name, run, build, environment)| case(name.to_owned(), run, build, environment));
     stand_in::cases::run_on_cards(on_every_kind.chain(on_one_kind).collect(), |name| match name {
         "work::recorded_steps_replay::card" => Err("counts launches"),
+        "memory::every_byte_is_counted::card" => Err("compares free memory, which others use too"),
         name if name.ends_with("::card") => Ok(()),
         _ => Err("is about what the emulated device is told to lack"),
     })
