@@ -106,7 +106,7 @@ if [ "$emulated" = 0 ] && command -v nvidia-smi > /dev/null; then
     say "$(nvidia-smi --query-gpu=name,driver_version,memory.total,memory.used,clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.limit,mig.mode.current --format=csv 2>&1)"
 fi
 if ! card=$("${on_device[@]}" "$here/bin/kernels" --device cuda --describe 2>&1); then
-    say "no card that can be used: ${card#Error: }"
+    say "no card that can be used: $card"
     printf '{\n  "card": null, "reason": %s\n}\n' "$(quoted "$card")" > "$out/summary.json"
     exit 2
 fi

@@ -8,6 +8,7 @@
 
 use std::error::Error;
 use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 use std::time::Instant;
 
 use manylora::{AdapterSource, DType, Device, Engine, EngineConfig, SamplingParams};
@@ -311,8 +312,19 @@ impl Bench {
     }
 }
 
+/// An error is told as it reads, not as its fields.
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
 #[expect(clippy::print_stdout, reason = "a bench prints its results")]
-fn main() -> Result<(), Box<dyn Error>> {
+fn run() -> Result<(), Box<dyn Error>> {
     let options = Options::parse()?;
     let device = match cuda::Device::open(0) {
         Ok(device) => device,

@@ -153,7 +153,7 @@ impl Card {
         let mut ways: Vec<&mut dyn FnMut(usize) -> f64> = ways.iter_mut().map(|way| way as _).collect();
         let turns = Turns::take(rounds, &mut ways);
         if let Some(error) = failure.take() {
-            return Err(error.into());
+            return Err(error);
         }
         let base = turns.median(0);
         let results =

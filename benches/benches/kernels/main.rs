@@ -16,6 +16,7 @@ mod processor;
 
 use std::error::Error;
 use std::path::PathBuf;
+use std::process::ExitCode;
 
 use case::{Case, Result as CaseResult};
 use popularity::Popularity;
@@ -28,6 +29,9 @@ type Shape = (usize, usize);
 const SHAPES: [Shape; 4] = [(896, 4864), (3584, 3584), (4096, 14336), (14336, 4096)];
 const RANKS: [usize; 4] = [8, 16, 64, 128];
 const ROWS: [usize; 4] = [1, 8, 32, 64];
+
+/// What a device does with a case.
+type Measure<'a> = dyn Fn(&Case) -> Result<Vec<CaseResult>, Box<dyn Error>> + 'a;
 
 struct Options {
     json: Option<PathBuf>,
@@ -143,12 +147,7 @@ fn print(result: &CaseResult, case: &Case, device: &str) {
 
 impl Options {
     /// Takes every case through `measure`.
-    fn run(
-        &self,
-        device: &str,
-        rows: &mut Vec<Value>,
-        measure: &dyn Fn(&Case) -> Result<Vec<CaseResult>, Box<dyn Error>>,
-    ) -> Result<(), Box<dyn Error>> {
+    fn run(&self, device: &str, rows: &mut Vec<Value>, measure: &Measure<'_>) -> Result<(), Box<dyn Error>> {
         if self.describe {
             return Ok(());
         }
@@ -201,8 +200,19 @@ fn on_card(options: &Options, _rows: &mut Vec<Value>) -> Result<Option<String>, 
     Ok(None)
 }
 
+/// An error is told as it reads, not as its fields.
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
 #[expect(clippy::print_stdout, reason = "a bench prints its results")]
-fn main() -> Result<(), Box<dyn Error>> {
+fn run() -> Result<(), Box<dyn Error>> {
     let options = Options::parse()?;
     let mut rows = Vec::new();
     let mut report = json!({});
