@@ -250,8 +250,7 @@ proptest! {
 /// worker.
 #[test]
 fn a_core_is_lent_once_the_region_that_runs_is_over() {
-    let pool = pool(2);
-    let parts_of_region = |millis: u64, began: &AtomicUsize, ended: &AtomicUsize| {
+    let parts_of_region = |pool: &Pool, millis: u64, began: &AtomicUsize, ended: &AtomicUsize| {
         let said = AtomicUsize::new(0);
         pool.run(&|_, parts| {
             said.store(parts, Ordering::SeqCst);
@@ -262,30 +261,34 @@ fn a_core_is_lent_once_the_region_that_runs_is_over() {
         said.into_inner()
     };
     for _ in 0..3 {
+        // A new one: a core that was lent stays so for a moment.
+        let pool = pool(2);
         let (began, ended, lent, parts) = std::array::from_fn::<_, 4, _>(|_| AtomicUsize::new(0)).into();
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                parts_of_region(10, &began, &ended);
+                parts_of_region(&pool, 10, &began, &ended);
                 while lent.load(Ordering::SeqCst) == 0 {
                     std::hint::spin_loop();
                 }
-                parts.store(parts_of_region(0, &AtomicUsize::new(0), &AtomicUsize::new(0)), Ordering::SeqCst);
+                let (began, ended) = (AtomicUsize::new(0), AtomicUsize::new(0));
+                parts.store(parts_of_region(&pool, 0, &began, &ended), Ordering::SeqCst);
             });
             while began.load(Ordering::SeqCst) == 0 {
                 std::hint::spin_loop();
             }
             let loan = pool.lend_core();
-            assert_eq!(ended.load(Ordering::SeqCst), began.load(Ordering::SeqCst), "a region runs");
+            let over = ended.load(Ordering::SeqCst) == began.load(Ordering::SeqCst);
             lent.store(1, Ordering::SeqCst);
             while parts.load(Ordering::SeqCst) == 0 {
                 std::hint::spin_loop();
             }
             drop(loan);
+            assert!(over, "a region ran when the core was lent");
         });
         assert_eq!(parts.into_inner(), 1, "the next region has a core less");
     }
     // While regions follow each other closely, it is the next one that leaves.
-    let stop = AtomicUsize::new(0);
+    let (pool, stop) = (pool(2), AtomicUsize::new(0));
     std::thread::scope(|scope| {
         scope.spawn(|| {
             while stop.load(Ordering::SeqCst) == 0 {

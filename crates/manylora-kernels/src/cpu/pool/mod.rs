@@ -157,12 +157,13 @@ impl Pool {
             return CoreLoan { pool: None };
         }
         let wait = |team| self.moved.wait_timeout(team, IDLE).unwrap_or_else(PoisonError::into_inner).0;
+        let last_region = || self.state.last_region();
         let mut team = locked(&self.team);
-        while !team.lend(Instant::now()) {
+        while !team.lend(last_region(), Instant::now()) {
             team = wait(team);
         }
         // When no region has begun for a while, one that began before may still be running.
-        while !team.stands_back() && (!team.is_idle(Instant::now()) || self.turn.try_lock().is_err()) {
+        while !team.stands_back() && (!team.is_idle(last_region(), Instant::now()) || self.turn.try_lock().is_err()) {
             team = wait(team);
         }
         drop(team);

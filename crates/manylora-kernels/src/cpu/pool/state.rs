@@ -67,6 +67,11 @@ impl State {
         self.parts.len()
     }
 
+    /// Number of the region that runs or was the last to.
+    pub(super) fn last_region(&self) -> u32 {
+        self.region.value.load(Ordering::Relaxed)
+    }
+
     /// Parts that the next region has, as the seats were last given.
     pub(super) fn parts_at_hand(&self) -> usize {
         self.count.load(Ordering::Relaxed) as usize

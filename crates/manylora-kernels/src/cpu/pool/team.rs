@@ -48,8 +48,10 @@ pub(super) struct Team {
     lent: usize,
     standing_back: usize,
     linger: Option<Instant>,
-    /// When seats were last asked for while the team was not settled, or when it last ceased to be.
+    /// When seats were last asked for while the team was not settled.
     asked: Option<Instant>,
+    /// The last region that a lender saw, and when it first did.
+    seen: Option<(u32, Instant)>,
     /// Somebody was left out since the parts were last given out.
     changed: bool,
 }
@@ -64,6 +66,7 @@ impl Team {
             standing_back: 0,
             linger: None,
             asked: None,
+            seen: None,
             changed: false,
         }
     }
@@ -77,13 +80,11 @@ impl Team {
         self.workers[worker].away_until.is_some() || worker >= self.workers.len() - self.standing_back
     }
 
-    /// Lends a core, if fewer are lent than a quarter of all (one always may be), or no regions are run just now.
-    pub(super) fn lend(&mut self, now: Instant) -> bool {
-        let may = self.lent < self.workers.len().div_ceil(4).max(1) || self.is_idle(now);
-        if may && self.is_settled() {
-            // Nobody kept note before.
-            self.asked = Some(now);
-        }
+    /// Lends a core, if fewer are lent than a quarter of all (one always may be), or no regions are run just now. `region`
+    /// is the number of the last one.
+    pub(super) fn lend(&mut self, region: u32, now: Instant) -> bool {
+        let idle = self.is_idle(region, now);
+        let may = idle || self.lent < self.workers.len().div_ceil(4).max(1);
         self.lent += usize::from(may);
         may
     }
@@ -93,9 +94,16 @@ impl Team {
         self.lent > 0 && self.standing_back >= self.lent.min(self.workers.len().div_ceil(4))
     }
 
-    /// Whether no region was begun for a while.
-    pub(super) fn is_idle(&self, now: Instant) -> bool {
-        self.asked.is_none_or(|asked| now.duration_since(asked) >= IDLE)
+    /// Whether no region was begun for a while. `region` is the number of the last one.
+    pub(super) fn is_idle(&mut self, region: u32, now: Instant) -> bool {
+        let since = match self.seen {
+            Some((seen, since)) if seen == region => since,
+            _ => now,
+        };
+        self.seen = Some((region, since));
+        // A region of one part has no number, but somebody asks for its seats.
+        let since = self.asked.map_or(since, |asked| asked.max(since));
+        now.duration_since(since) >= IDLE
     }
 
     /// Takes a lent core back.
@@ -146,24 +154,25 @@ mod tests {
         let start = Instant::now();
         let mut team = Team::new(7);
         let away = |team: &Team| (0..7).filter(|&worker| team.is_away(worker)).count();
-        assert!(team.lend(start) && !team.is_settled() && team.change(start));
-        assert!(team.lend(start) && !team.lend(start), "a quarter");
+        assert!(team.lend(0, start) && !team.is_settled() && team.change(start));
+        assert!(team.lend(0, start) && !team.lend(0, start), "a quarter");
         assert!(!team.stands_back(), "one of two");
         assert!(team.change(start) && !team.change(start));
         assert!(team.stands_back());
         assert_eq!(away(&team), 2);
         team.take_back(start);
         // Whoever reads a file a piece at a time does not make workers come and go.
-        assert!(!team.change(start) && team.lend(start) && !team.change(start));
+        assert!(!team.change(start) && team.lend(0, start) && !team.change(start));
         team.take_back(start);
         team.take_back(start);
         assert!(!team.change(start + LINGER / 2) && !team.is_settled());
         assert!(team.change(start + LINGER) && team.is_settled());
         assert_eq!(away(&team), 0);
         let mut alone = Team::new(1);
-        assert!(alone.lend(start) && !alone.lend(start) && !alone.is_idle(start + IDLE / 2));
-        assert!(alone.lend(start + IDLE) && alone.lend(start + IDLE), "nothing else runs");
-        assert!(alone.change(start) && alone.is_away(0) && !alone.lend(start) && alone.lend(start + IDLE));
+        assert!(alone.lend(0, start) && !alone.lend(0, start) && !alone.is_idle(0, start + IDLE / 2));
+        assert!(alone.lend(0, start + IDLE) && alone.lend(0, start + IDLE), "nothing else runs");
+        assert!(!alone.is_idle(1, start + IDLE) && alone.is_idle(1, start + 2 * IDLE), "a region ran meanwhile");
+        assert!(alone.change(start) && alone.is_away(0) && !alone.lend(0, start) && alone.lend(0, start + IDLE));
         alone.leave_out(0, start);
         (0..4).for_each(|_| alone.take_back(start));
         alone.change(start + LINGER);
