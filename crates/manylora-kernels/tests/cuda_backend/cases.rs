@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use manylora_kernels::cpu::{CpuBackend, CpuOptions};
-use manylora_kernels::cuda::{AlgorithmChoice, CudaBackend, CudaOptions};
+use manylora_kernels::cuda::{AlgorithmChoice, CudaBackend, CudaOptions, ProductChoice};
 use manylora_kernels::{
     AdapterTable, Backend, BufferKind, LinearOutput, LinearPart, Module, PackedAdapter, RowSource, Site, SiteShape,
     StepBatch, StorageType,
@@ -25,6 +25,7 @@ fn options(dtype: StorageType, graphs: bool) -> CudaOptions {
         head_dim: HEAD_DIM,
         memory_bytes: 48 << 20,
         adapter_bytes: 4 << 20,
+        products: ProductChoice::Auto,
         algorithms: AlgorithmChoice::OnePerWeight { rows: ROWS },
         workspace_bytes: Some(1 << 20),
         library_folders: Vec::new(),

@@ -8,7 +8,7 @@
 
 use std::sync::Arc;
 
-use manylora_kernels::cuda::{AlgorithmChoice, CudaBackend, CudaOptions};
+use manylora_kernels::cuda::{AlgorithmChoice, CudaBackend, CudaOptions, ProductChoice};
 use manylora_kernels::{Backend, StorageType};
 use manylora_model::Runner;
 use manylora_model::adapter::{AdapterHeader, AdapterPolicy, PreparedAdapter, inspect};
@@ -35,6 +35,7 @@ fn options(checkpoint: &Checkpoint, dtype: StorageType, graphs: bool) -> CudaOpt
         head_dim: spec.head_dim,
         memory_bytes: 160 << 20,
         adapter_bytes: 32 << 20,
+        products: ProductChoice::Auto,
         algorithms: AlgorithmChoice::OnePerWeight { rows: harness::CONTEXT },
         workspace_bytes: Some(1 << 20),
         library_folders: Vec::new(),
