@@ -252,20 +252,29 @@ __device__ __forceinline__ void multiply_many(const Product<T>& product, i32 row
             }
         }
     }
+    const auto for_each_place = [&](auto use) {
 #pragma unroll
-    for (int tile = 0; tile < WARP_OUTPUT_TILES; ++tile) {
+        for (int tile = 0; tile < WARP_OUTPUT_TILES; ++tile) {
 #pragma unroll
-        for (int row_tile = 0; row_tile < WARP_ROW_TILES; ++row_tile) {
+            for (int row_tile = 0; row_tile < WARP_ROW_TILES; ++row_tile) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const i32 to_row = row + warp_row + row_tile * 8 + place * 2 + i % 2;
-                const i32 to_column = first + warp_output + tile * 16 + i / 2 * 8 + group;
-                if (to_row < product.rows && to_column < product.output) {
-                    finish(product, to_row, to_column, totals[tile][row_tile][i]);
+                for (int i = 0; i < 4; ++i) {
+                    const i32 to_row = row + warp_row + row_tile * 8 + place * 2 + i % 2;
+                    const i32 to_column = first + warp_output + tile * 16 + i / 2 * 8 + group;
+                    if (to_row < product.rows && to_column < product.output) {
+                        use(product.out + static_cast<size_t>(to_row) * product.out_stride + to_column,
+                            sums[tile][row_tile][i], totals[tile][row_tile][i]);
+                    }
                 }
             }
         }
+    };
+    // All that is there is asked for before the first store, so that the waits are one.
+    if (product.add) {
+        for_each_place([](const float* from, float& before, float&) { before = *from; });
+        for_each_place([](const float*, float& before, float& total) { total = before + total; });
     }
+    for_each_place([](float* to, float&, float& total) { *to = total; });
     // The next tile of the block fills the stages anew.
     __syncthreads();
 }

@@ -63,7 +63,7 @@ template <typename T> struct Problem {
                     want += part;
                     size += std::abs(part);
                 }
-                test.near("out", index, results[index], want, 1e-6 * size + 1e-30);
+                test.near("out", index, results[index], want, 2e-6 * size + 1e-30);
             }
         }
     }
@@ -129,7 +129,7 @@ void test_many_rows() {
                 const double part = double(x[row * input + k].value()) * double(weight[column * input + k].value());
                 want += part, size += std::abs(part);
             }
-            test.near("out", row * output + column, results[1][row * output + column], want, 1e-6 * size + 1e-30);
+            test.near("out", row * output + column, results[1][row * output + column], want, 2e-6 * size + 1e-30);
         }
     }
     test.expect(std::memcmp(results[0].data(), results[1].data(), results[0].size() * 4) == 0, "the kernels differ");

@@ -12,6 +12,7 @@ mod toy;
 
 use std::process::ExitCode;
 
+use manylora_kernels::cuda::BLAS_VARIABLE;
 use stand_in::cases::{Case, Environment, deep};
 use stand_in::{Build, StandIn};
 
@@ -35,6 +36,22 @@ const CASES: &[(&str, fn())] = &[
     ("what_does_not_fit_is_refused", cases::what_does_not_fit_is_refused),
 ];
 
+/// Cases on one kind of device.
+const OTHERS: &[(&str, fn(), Build, Environment)] = &[
+    (
+        "rows_do_not_depend_on_their_neighbours_with_own_products",
+        cases::rows_do_not_depend_on_their_neighbours_with_own_products,
+        Build::Plain,
+        &[("EMU_SCHEDULE", "eager"), ("EMU_ORDER", "1")],
+    ),
+    (
+        "steps_run_without_cublaslt",
+        cases::steps_run_without_cublaslt,
+        Build::Plain,
+        &[(BLAS_VARIABLE, ""), ("EMU_SCHEDULE", "deferred")],
+    ),
+];
+
 /// Cases that take a minute under the checker, whose operations others check in seconds.
 const LONG: &[&str] = &["recorded_steps_are_the_same::checked"];
 
@@ -51,5 +68,14 @@ fn main() -> ExitCode {
         })
     };
     let all = CASES.iter().flat_map(kinds);
-    stand_in::cases::run(all.filter(|case| deep() || !LONG.contains(&case.name.as_str())).collect())
+    let others = OTHERS.iter().map(|&(name, run, build, environment)| Case {
+        name: name.to_owned(),
+        run: Box::new(move || {
+            run();
+            StandIn::get().assert_nothing_held();
+        }),
+        build: Some(build),
+        environment,
+    });
+    stand_in::cases::run(all.chain(others).filter(|case| deep() || !LONG.contains(&case.name.as_str())).collect())
 }
