@@ -36,46 +36,34 @@ const CASES: &[(&str, fn())] = &[
     ("what_does_not_fit_is_refused", cases::what_does_not_fit_is_refused),
 ];
 
-/// Cases on one kind of device.
-const OTHERS: &[(&str, fn(), Build, Environment)] = &[
-    (
-        "rows_do_not_depend_on_their_neighbours_with_own_products",
-        cases::rows_do_not_depend_on_their_neighbours_with_own_products,
-        Build::Plain,
-        &[("EMU_SCHEDULE", "eager"), ("EMU_ORDER", "1")],
-    ),
-    (
-        "steps_run_without_cublaslt",
-        cases::steps_run_without_cublaslt,
-        Build::Plain,
-        &[(BLAS_VARIABLE, ""), ("EMU_SCHEDULE", "deferred")],
-    ),
-];
-
 /// Cases that take a minute under the checker, whose operations others check in seconds.
 const LONG: &[&str] = &["recorded_steps_are_the_same::checked"];
 
+fn case(name: String, run: fn(), build: Build, environment: Environment) -> Case {
+    let run = move || {
+        run();
+        StandIn::get().assert_nothing_held();
+    };
+    Case { name, run: Box::new(run), build: Some(build), environment }
+}
+
 fn main() -> ExitCode {
     let kinds = |&(name, run): &(&'static str, fn())| {
-        KINDS.iter().map(move |&(kind, build, environment)| Case {
-            name: format!("{name}::{kind}"),
-            run: Box::new(move || {
-                run();
-                StandIn::get().assert_nothing_held();
-            }),
-            build: Some(build),
-            environment,
-        })
+        let on = move |&(kind, build, environment): &_| case(format!("{name}::{kind}"), run, build, environment);
+        KINDS.iter().map(on)
     };
-    let all = CASES.iter().flat_map(kinds);
-    let others = OTHERS.iter().map(|&(name, run, build, environment)| Case {
-        name: name.to_owned(),
-        run: Box::new(move || {
-            run();
-            StandIn::get().assert_nothing_held();
-        }),
-        build: Some(build),
-        environment,
-    });
-    stand_in::cases::run(all.chain(others).filter(|case| deep() || !LONG.contains(&case.name.as_str())).collect())
+    let mut all: Vec<Case> = CASES.iter().flat_map(kinds).collect();
+    all.push(case(
+        "rows_do_not_depend_on_their_neighbours_with_own_products".to_owned(),
+        cases::rows_do_not_depend_on_their_neighbours_with_own_products,
+        Build::Plain,
+        &[("EMU_SCHEDULE", "eager"), ("EMU_ORDER", "1")],
+    ));
+    all.push(case(
+        "steps_run_without_cublaslt".to_owned(),
+        cases::steps_run_without_cublaslt,
+        Build::Plain,
+        &[(BLAS_VARIABLE, ""), ("EMU_SCHEDULE", "deferred")],
+    ));
+    stand_in::cases::run(all.into_iter().filter(|case| deep() || !LONG.contains(&case.name.as_str())).collect())
 }
