@@ -196,7 +196,7 @@ MEMORY = (
         "batch_invariant",
         False,
         Kind.SWITCH,
-        "cards use one algorithm per weight, so that results never depend on what shares a batch; CPUs always do",
+        "cards multiply by their own kernels, so that results never depend on what shares a batch; CPUs always do",
         ours=True,
     ),
     _honoured("enable_prefix_caching", True, Kind.SWITCH, "keep KV blocks for requests with the same prefix"),

@@ -9,7 +9,7 @@ use manylora_benches::card::{copied_per_second, describe};
 use manylora_benches::decode::Turns;
 use manylora_benches::roofline::Limits;
 use manylora_kernels::cuda::{
-    AlgorithmChoice, CudaAdapter, CudaBackend, CudaBuffer, CudaError, CudaOptions, CudaWeight, Device,
+    AlgorithmChoice, CudaAdapter, CudaBackend, CudaBuffer, CudaError, CudaOptions, CudaWeight, Device, ProductChoice,
 };
 use manylora_kernels::{
     AdapterTable, Backend, BufferKind, KernelError, LinearOutput, LinearPart, SiteShape, StepBatch, StorageType,
@@ -89,6 +89,7 @@ impl Card {
                 + WORKSPACE_BYTES
                 + SPARE_BYTES,
             adapter_bytes,
+            products: ProductChoice::Auto,
             algorithms: AlgorithmChoice::Fastest,
             workspace_bytes: Some(WORKSPACE_BYTES),
             library_folders: Vec::new(),

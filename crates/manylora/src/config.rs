@@ -123,8 +123,8 @@ pub struct EngineConfig {
     pub kv_cache_memory_bytes: Option<u64>,
     /// Share of a card's memory that the engine takes in all: the driver's own, weights, working memory, KV blocks, adapters.
     pub gpu_memory_utilization: f64,
-    /// On a card: one algorithm for each base product, whatever the number of rows, so that results do not depend on what
-    /// shares a step. Off, the fastest is taken.
+    /// On a card: base products by our own kernels, whose sums have one order whatever the number of rows, so that results do
+    /// not depend on what shares a step. Off, cuBLASLt is used where it is found, with its fastest algorithm for each shape.
     pub batch_invariant: bool,
     /// On a card: whether the layers of small steps are launched one by one instead of being recorded and replayed.
     pub enforce_eager: bool,

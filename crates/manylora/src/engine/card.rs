@@ -8,7 +8,9 @@
 use std::sync::Arc;
 
 use manylora_core::budget::{Ledger, NumberFormat};
-use manylora_kernels::cuda::{self, AlgorithmChoice, CudaBackend, CudaError, CudaOptions, Matmul, StepRoom};
+use manylora_kernels::cuda::{
+    self, AlgorithmChoice, CudaBackend, CudaError, CudaOptions, Matmul, ProductChoice, StepRoom,
+};
 use manylora_kernels::{KernelError, StorageType};
 use manylora_model::decoder::{DecoderLimits, buffer_groups, kv_shape, rotary_table_len, weight_groups};
 use manylora_model::{ModelError, ModelSpec};
@@ -47,11 +49,8 @@ pub(super) fn open(config: &EngineConfig, spec: &ModelSpec, ordinal: usize) -> R
         DType::Float16 => (StorageType::F16, "float16"),
         DType::Float32 => (StorageType::F32, "float32"),
     };
-    let choice = if config.batch_invariant {
-        AlgorithmChoice::OnePerWeight { rows: config.max_num_seqs }
-    } else {
-        AlgorithmChoice::Fastest
-    };
+    // Of cuBLASLt's algorithms none promises the same bits for any number of rows.
+    let products = if config.batch_invariant { ProductChoice::Own } else { ProductChoice::Auto };
     let mut options = CudaOptions {
         ordinal,
         dtype,
@@ -61,7 +60,8 @@ pub(super) fn open(config: &EngineConfig, spec: &ModelSpec, ordinal: usize) -> R
         head_dim: spec.head_dim,
         memory_bytes: 0,
         adapter_bytes: 0,
-        algorithms: choice,
+        products,
+        algorithms: AlgorithmChoice::Fastest,
         workspace_bytes: None,
         library_folders: config.cuda_library_folders.clone(),
         graphs: !config.enforce_eager,
@@ -71,7 +71,7 @@ pub(super) fn open(config: &EngineConfig, spec: &ModelSpec, ordinal: usize) -> R
         let surprising = !matches!(error, CudaError::NoDriver { .. } | CudaError::NoDevice { .. });
         Unusable { error: KernelError::from(error).into(), surprising }
     })?;
-    cuda::BlasLibrary::load(&options.library_folders).map_err(|error| refused(error.into()))?;
+    let library = products.library(&options.library_folders).map_err(|error| refused(error.into()))?;
     CudaBackend::check(&options).map_err(refused)?;
     for (what, width) in
         [("hidden size", spec.hidden_size), ("intermediate size", spec.intermediate_size), ("heads", spec.q_width())]
@@ -82,7 +82,7 @@ pub(super) fn open(config: &EngineConfig, spec: &ModelSpec, ordinal: usize) -> R
             ))));
         }
     }
-    options.workspace_bytes = Some(Matmul::advised_workspace(device.context()));
+    options.workspace_bytes = Some(library.map_or(0, |_| Matmul::advised_workspace(device.context())));
     Ok(Card { device, options, dtype_name })
 }
 

@@ -16,6 +16,7 @@ mod items;
 mod kernels;
 mod kv;
 mod linear;
+mod product;
 mod region;
 mod room;
 mod step;
@@ -27,6 +28,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub use adapter::CudaAdapter;
 pub use buffer::{CudaBuffer, CudaVector, CudaWeight};
 pub use kv::CudaKvCache;
+pub use product::ProductChoice;
 pub use room::{
     StepRoom, activation_bytes, kv_cache_bytes, matrices_bytes, packed_adapter_bytes, step_bytes, vector_bytes,
 };
@@ -35,7 +37,7 @@ use super::arena::{Arena, ArenaUsage, DeviceSlice, Holding};
 use super::device::Device;
 use super::error::CudaError;
 use super::graph::GraphCache;
-use super::matmul::{AlgorithmChoice, Matmul};
+use super::matmul::AlgorithmChoice;
 use super::staging::Uploader;
 use super::stream::Stream;
 use crate::backend::{
@@ -47,6 +49,7 @@ use crate::error::KernelError;
 use crate::site::{Site, SiteShape};
 use attention::RopeInputs;
 use kernels::KernelSet;
+use product::Products;
 use region::AdapterRegion;
 use step::StepState;
 
@@ -73,9 +76,11 @@ pub struct CudaOptions {
     pub memory_bytes: usize,
     /// Of these, bytes that only adapters use.
     pub adapter_bytes: usize,
-    /// How base products are computed.
+    /// Who computes base products.
+    pub products: ProductChoice,
+    /// How cuBLASLt computes them.
     pub algorithms: AlgorithmChoice,
-    /// Working memory of base products; None = what the library's maker advises.
+    /// Working memory of cuBLASLt, taken where it is used; None = what its maker advises.
     pub workspace_bytes: Option<usize>,
     /// Folders in which cuBLASLt may lie.
     pub library_folders: Vec<PathBuf>,
@@ -106,6 +111,7 @@ struct Recorded {
 /// The backend that runs on a card.
 #[derive(Debug)]
 pub struct CudaBackend {
+    described: String,
     dtype: StorageType,
     sites: usize,
     shape: (usize, usize, usize),
@@ -163,6 +169,7 @@ impl CudaBackend {
             head_dim,
             memory_bytes,
             adapter_bytes,
+            products: choice,
             algorithms,
             workspace_bytes,
             library_folders,
@@ -173,14 +180,16 @@ impl CudaBackend {
         let adapters = AdapterRegion::new(&arena, adapter_bytes)?;
         let uploader = Uploader::new(device.compute(), UPLOAD_CHUNKS, UPLOAD_CHUNK)?;
         let kernels = KernelSet::new(device.kernels(), format, head_dim)?;
-        let workspace = workspace_bytes.unwrap_or_else(|| Matmul::advised_workspace(device.context()));
-        let matmul = Matmul::new(&arena, &library_folders, workspace, algorithms)?;
+        let products =
+            Products::new(&arena, device.kernels(), format, choice, &library_folders, workspace_bytes, algorithms)?;
+        let described = format!("{}, {}", device.describe(), products.describe(choice));
         let sites = Site::count(layers as u32);
         let shape = (heads, kv_heads, head_dim);
-        let state = StepState::new(&arena, device.compute(), matmul, sites, shape, room)?;
+        let state = StepState::new(&arena, device.compute(), products, sites, shape, room)?;
         let recorded = Recorded { cache: GraphCache::new(device.context())?, warm: HashSet::new() };
         device.compute().synchronize()?;
         Ok(Self {
+            described,
             dtype,
             sites,
             shape,
@@ -320,7 +329,7 @@ impl Backend for CudaBackend {
     type Adapter = CudaAdapter;
 
     fn describe(&self) -> String {
-        self.device.describe()
+        self.described.clone()
     }
 
     fn buffers(&self, rows: usize, widths: &[usize], kind: BufferKind) -> Result<Vec<CudaBuffer>, KernelError> {

@@ -5,12 +5,12 @@ use std::sync::Arc;
 
 use super::super::arena::{Arena, DeviceSlice, Holding};
 use super::super::error::CudaError;
-use super::super::matmul::Matmul;
 use super::super::staging::Readback;
 use super::super::stream::Stream;
 use super::adapter::{CudaAdapter, DeviceTable};
 use super::block::{Capacity, RowBlock, TILE};
 use super::items::AttentionItems;
+use super::product::Products;
 use super::room::StepRoom;
 use crate::backend::{AdapterTable, RowSet};
 use crate::batch::{RowAdapterPlan, StepBatch};
@@ -59,7 +59,7 @@ pub(super) struct StepState {
     pub(super) stream: Arc<Stream>,
     /// The first failure of an operation since the step began. Operations after it do nothing.
     pub(super) error: Option<CudaError>,
-    pub(super) matmul: Matmul,
+    pub(super) products: Products,
     pub(super) batch: RowBlock,
     pub(super) samples: RowBlock,
     pub(super) table: DeviceTable,
@@ -83,7 +83,7 @@ impl StepState {
     pub(super) fn new(
         arena: &Arena,
         stream: &Arc<Stream>,
-        matmul: Matmul,
+        products: Products,
         sites: usize,
         (heads, kv_heads, head_dim): (usize, usize, usize),
         wanted: Option<StepRoom>,
@@ -99,7 +99,7 @@ impl StepState {
         Ok(Self {
             stream: Arc::clone(stream),
             error: None,
-            matmul,
+            products,
             batch: RowBlock::new(arena, batch)?,
             samples: RowBlock::new(arena, room.samples())?,
             table: DeviceTable::new(arena, stream, sites, room.adapters)?,
