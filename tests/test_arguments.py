@@ -41,7 +41,7 @@ def test_the_table_names_each_argument_once_and_gives_reasons() -> None:
     expected = {
         "enable_lora": Treatment.HONOURED, "max_loras": Treatment.HONOURED, "max_cpu_loras": Treatment.HONOURED,
         "tensor_parallel_size": Treatment.REFUSED, "fully_sharded_loras": Treatment.REFUSED,
-        "lora_dtype": Treatment.WITHOUT_EFFECT, "gpu_memory_utilization": Treatment.WITHOUT_EFFECT,
+        "lora_dtype": Treatment.WITHOUT_EFFECT, "gpu_memory_utilization": Treatment.HONOURED,
     }  # fmt: skip
     assert {name: BY_NAME[name].treatment for name in expected} == expected
 
@@ -80,6 +80,7 @@ HONOURED: dict[str, tuple[Any, str, Any]] = {
     "skip_tokenizer_init": (True, "skip_tokenizer_init", True),
     "served_model_name": ("name", "model_names", [BASE, "name"]),
     "chat_template": ("{{ messages }}", "chat_template", "{{ messages }}"),
+    "device": ("cuda:1", "device", "cuda:1"),
     "dtype": ("float32", "dtype", "float32"),
     "seed": (7, "seed", 7),
     "max_model_len": (100, "max_model_len", 100),
@@ -89,6 +90,9 @@ HONOURED: dict[str, tuple[Any, str, Any]] = {
     "max_num_batched_tokens": (6, "max_num_batched_tokens", 6),
     "block_size": (8, "block_size", 8),
     "kv_cache_memory_bytes": (1 << 22, "kv_cache_memory_bytes", 1 << 22),
+    "gpu_memory_utilization": (0.5, "gpu_memory_utilization", 0.5),
+    "enforce_eager": (True, "enforce_eager", True),
+    "batch_invariant": (True, "batch_invariant", True),
     "enable_prefix_caching": (False, "enable_prefix_caching", False),
     "enable_chunked_prefill": (False, "enable_chunked_prefill", False),
     "scheduling_policy": ("priority", "scheduling_policy", "priority"),
@@ -134,7 +138,9 @@ def test_an_honoured_argument_refuses_values_of_another_kind(argument: Argument)
         Kind.SEED: [-1, "many", 1.5, True, 2**63],
         Kind.LIMIT: [-2, "many", 1.5, True, 2**63],
         Kind.TOKEN: [5, ["a"]],
+        Kind.SHARE: [0, -0.5, 1.01, True, "half", float("nan")],
         Kind.DTYPE: ["int8", 5, ""],
+        Kind.DEVICE: ["gpu", "cuda:", "cuda:-1", "cuda:x", 0, ""],
     }
     for value in wrong[argument.kind]:
         with pytest.raises(ValidationError, match=f"{argument.name} must be "):

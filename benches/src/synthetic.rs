@@ -28,6 +28,14 @@ impl Shape {
     pub const HALF_BILLION: Self =
         Self { hidden: 896, intermediate: 4864, layers: 24, heads: 14, kv_heads: 2, head_dim: 64, vocab: 151_936 };
 
+    /// Qwen2.5-7B, save that the embedding is the head.
+    pub const SEVEN_BILLION: Self =
+        Self { hidden: 3584, intermediate: 18_944, layers: 28, heads: 28, kv_heads: 4, head_dim: 128, vocab: 152_064 };
+
+    /// One that an emulated device can take, with a vocabulary for the benches' prompts.
+    pub const TINY: Self =
+        Self { hidden: 64, intermediate: 96, layers: 2, heads: 4, kv_heads: 2, head_dim: 16, vocab: 40_960 };
+
     /// The linear maps of a layer: name, outputs, inputs.
     pub fn linears(&self) -> [(&'static str, usize, usize); 7] {
         let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);

@@ -31,7 +31,9 @@ class Kind(enum.Enum):
     SEED = "an integer from 0 up"
     LIMIT = "an integer from 0 up, or -1 for no limit"
     TOKEN = "a string, True or False"
+    SHARE = "a number above 0 and at most 1"
     DTYPE = "auto, bfloat16, float32, float16, or a torch dtype of that name"
+    DEVICE = "auto, cpu, cuda, cuda:N, or a torch device of that name"
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,8 @@ def _refused(name: str, default: Any, note: str, *same: Any) -> Argument:
     return Argument(name, default, Treatment.REFUSED, note, same=same)
 
 
-_CPU = "this version computes on CPUs"
-_GRAPHS = "there are no captured graphs"
+_OWN_KERNELS = "kernels are ManyLoRA's own"
+_GRAPHS = "the engine decides which steps cards record"
 _ONE_DEVICE = "one process and one device are used"
 _EXPERTS = "mixture-of-experts models are not supported yet"
 _MULTIMODAL = "models are text-only"
@@ -92,7 +94,7 @@ _ROPE = "the checkpoint's own rotary embedding is used"
 _CHUNKS = "chunks are sized by max_num_batched_tokens"
 _LOCAL_CACHE = "KV blocks stay in this process"
 _QUANTIZED = "quantized checkpoints are recognized and dequantized at load"
-_IN_MEMORY = "weights are in host memory already"
+_IN_MEMORY = "weights stay where they are computed with"
 
 MODEL = (
     _honoured("model", None, Kind.PATH, "local folder (Hugging Face layout), GGUF file, or hub id"),
@@ -104,7 +106,13 @@ MODEL = (
     _honoured("download_dir", None, Kind.PATH, "cache folder of the hub for model and tokenizer"),
     _honoured("served_model_name", None, Kind.NAMES, "further names that the base answers to"),
     _honoured("chat_template", None, Kind.TEXT, "template text, or a file with it, that replaces the model's"),
-    _honoured("dtype", "auto", Kind.DTYPE, "auto, bfloat16, float32, float16 (computed in float32)"),
+    _honoured(
+        "device",
+        "auto",
+        Kind.DEVICE,
+        "cpu, cuda (the first card) or cuda:N; auto: the first card where one can be used, else the CPU",
+    ),
+    _honoured("dtype", "auto", Kind.DTYPE, "auto, bfloat16, float32 (CPU only), float16 (a CPU computes in float32)"),
     _honoured("seed", 0, Kind.SEED, "seed of requests that bring none"),
     _honoured(
         "max_model_len",
@@ -163,7 +171,6 @@ MODEL = (
     _refused("quantization_config", None, _QUANTIZED),
     _refused("disable_sliding_window", False, "a model's window is part of it"),
     _refused("additional_config", None, "there is nothing it could configure", {}),
-    _refused("device", "auto", _CPU, "cpu"),
 )
 
 MEMORY = (
@@ -171,7 +178,26 @@ MEMORY = (
     _honoured("max_num_batched_tokens", 2048, Kind.COUNT, "rows per step"),
     _honoured("block_size", 16, Kind.COUNT, "tokens per KV block"),
     _honoured(
-        "kv_cache_memory_bytes", None, Kind.COUNT, "bytes shared by KV blocks and adapters; None = from free memory"
+        "kv_cache_memory_bytes",
+        None,
+        Kind.COUNT,
+        "bytes shared by KV blocks and adapters, on a card of KV blocks alone; None = from free memory",
+    ),
+    _honoured(
+        "gpu_memory_utilization",
+        0.9,
+        Kind.SHARE,
+        "share of a card's memory that is taken in all: driver, weights, working memory, KV blocks, adapters",
+    ),
+    _honoured(
+        "enforce_eager", False, Kind.SWITCH, "cards launch every kernel of a step: nothing is recorded and replayed"
+    ),
+    _honoured(
+        "batch_invariant",
+        False,
+        Kind.SWITCH,
+        "cards multiply by their own kernels, so that results never depend on what shares a batch; CPUs always do",
+        ours=True,
     ),
     _honoured("enable_prefix_caching", True, Kind.SWITCH, "keep KV blocks for requests with the same prefix"),
     _honoured("enable_chunked_prefill", True, Kind.SWITCH, "prompts may be split over steps"),
@@ -188,8 +214,6 @@ MEMORY = (
         "num_threads", None, Kind.COUNT, "compute threads; None = physical cores within affinity and quota", ours=True
     ),
     _honoured("pin_threads", False, Kind.SWITCH, "pin compute threads to cores", ours=True),
-    _no_effect("gpu_memory_utilization", 0.92, _CPU + "; use kv_cache_memory_bytes", 0.9),
-    _no_effect("enforce_eager", False, _GRAPHS),
     _no_effect("compilation_config", None, "nothing is compiled at start", {}),
     _no_effect("cuda_graph_sizes", None, _GRAPHS),
     _no_effect("cudagraph_capture_sizes", None, _GRAPHS),
@@ -219,8 +243,8 @@ MEMORY = (
     _no_effect("attention_config", None, "there is one attention implementation", {}),
     _no_effect("kernel_config", None, "kernels are chosen for the processor", {}),
     _no_effect("ir_op_priority", None, "kernels are chosen for the processor", {}),
-    _no_effect("enable_flashinfer_autotune", None, _CPU, True, False),
-    _no_effect("gdn_prefill_backend", None, _CPU),
+    _no_effect("enable_flashinfer_autotune", None, _OWN_KERNELS, True, False),
+    _no_effect("gdn_prefill_backend", None, _OWN_KERNELS),
     _no_effect("calculate_kv_scales", False, "the KV cache has the model's dtype"),
     _no_effect("kv_sharing_fast_prefill", False, "no supported model shares KV between layers"),
     _no_effect("max_parallel_loading_workers", None, "loading uses the compute threads"),
@@ -260,7 +284,11 @@ LORA = (
     _honoured("max_cpu_loras", None, Kind.COUNT, "resident adapters; None = unbounded"),
     _honoured("lora_target_modules", None, Kind.NAMES, "modules that adapters may touch; None = all"),
     _honoured(
-        "lora_memory_bytes", None, Kind.COUNT, "bytes for adapters; None = elastic, shared with the KV cache", ours=True
+        "lora_memory_bytes",
+        None,
+        Kind.COUNT,
+        "bytes for adapters; None = elastic, shared with the KV cache; on a card a quarter of what weights leave",
+        ours=True,
     ),
     _honoured(
         "lora_eviction",
@@ -382,7 +410,7 @@ OUTPUT = (
     _no_effect("enable_mfu_metrics", False, _METRICS),
     _no_effect("enable_logging_iteration_details", False, _METRICS),
     _no_effect("enable_mm_processor_stats", False, _METRICS),
-    _no_effect("enable_layerwise_nvtx_tracing", False, _CPU),
+    _no_effect("enable_layerwise_nvtx_tracing", False, "no trace ranges are marked"),
     _no_effect("allow_deprecated_quantization", False, _QUANTIZED),
     _refused("otlp_traces_endpoint", None, "traces are not exported"),
     _refused("collect_detailed_traces", None, "traces are not exported", []),

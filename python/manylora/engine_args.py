@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import logging
 import operator
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,8 @@ logger = logging.getLogger("manylora")
 # Honoured arguments that the native engine takes under the same name and as they are.
 _NATIVE = (
     "skip_tokenizer_init", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
-    "kv_cache_memory_bytes", "enable_prefix_caching", "enable_chunked_prefill", "scheduling_policy", "enable_lora",
+    "kv_cache_memory_bytes", "gpu_memory_utilization", "enforce_eager", "batch_invariant",
+    "enable_prefix_caching", "enable_chunked_prefill", "scheduling_policy", "enable_lora",
     "max_lora_rank", "max_loras", "max_cpu_loras", "lora_eviction", "lora_memory_bytes", "strict_base", "max_logprobs",
     "logprobs_mode", "seed", "num_threads", "pin_threads", "loader_threads", "max_deferred_steps",
 )  # fmt: skip
@@ -91,6 +94,8 @@ class Settings:
             ],
             "tokenizer": tokenizer and str(tokenizer),
             "chat_template": _template(given.chat_template),
+            "device": given.device,
+            "cuda_library_folders": _cuda_library_folders(),
             "dtype": given.dtype,
             "lora_roots": _roots(given.lora_root),
             "lora_target_modules": given.lora_target_modules,
@@ -138,12 +143,22 @@ def _convert(kind: Kind, value: Any) -> Any:
             return _integer(value, {Kind.COUNT: 1, Kind.SEED: 0, Kind.LIMIT: -1}[kind])
         case Kind.TOKEN:
             return value if isinstance(value, (str, bool)) else None
+        case Kind.SHARE:
+            return float(value) if _is_number(value) and 0 < value <= 1 else None
+        case Kind.DEVICE:
+            text = str(value)
+            return text if _DEVICE.fullmatch(text) else None
         case Kind.DTYPE:
             text = str(value).removeprefix("torch.")
             return text if text in _DTYPES else None
 
 
+_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,4})?")
 _DTYPES = ("auto", "bfloat16", "float32", "float", "float16", "half")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _integer(value: Any, least: int) -> int | None:
@@ -154,6 +169,13 @@ def _integer(value: Any, least: int) -> int | None:
     except TypeError:
         return None
     return number if least <= number < 2**63 else None
+
+
+def _cuda_library_folders() -> list[str]:
+    """Return the folders in which Python packages keep CUDA's libraries."""
+    found = importlib.util.find_spec("nvidia")
+    places = found.submodule_search_locations if found is not None else None
+    return sorted(str(folder) for place in places or () for folder in Path(place).glob("*/lib") if folder.is_dir())
 
 
 def _template(template: str | None) -> str | None:

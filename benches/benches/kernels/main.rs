@@ -1,16 +1,22 @@
 //! One linear map with its adapters, over shapes, ranks, rows and popularities: microseconds, and the fraction of what the
 //! machine's measured limits allow. It is timed in turns with the map's base alone, warm (everything in the caches that
-//! it fits in) and flushed (every call finds its weights and adapters in memory, as the layers of a model do).
+//! it fits in) and flushed (every call finds its weights and adapters in memory, as the layers of a model do). With feature
+//! `cuda` on the first card too, whose limit is the bandwidth of a copy within its memory.
 //!
-//! `cargo bench --bench kernels -- [--json FILE] [--shape 896x4864]... [--rank N]... [--rows N]...
-//! [--mix identical|uniform|skewed|distinct]... [--only warm|flushed]`
+//! `cargo bench --bench kernels [--features cuda] -- [--json FILE] [--device cpu|cuda] [--shape 896x4864]... [--rank N]...
+//! [--rows N]... [--mix identical|uniform|skewed|distinct]... [--only warm|flushed] [--rounds N] [--threads N]
+//! [--describe]`: the last only says what the devices are.
 
+#[cfg(feature = "cuda")]
+mod card;
 mod case;
+mod material;
 mod popularity;
 mod processor;
 
 use std::error::Error;
 use std::path::PathBuf;
+use std::process::ExitCode;
 
 use case::{Case, Result as CaseResult};
 use popularity::Popularity;
@@ -24,6 +30,9 @@ const SHAPES: [Shape; 4] = [(896, 4864), (3584, 3584), (4096, 14336), (14336, 40
 const RANKS: [usize; 4] = [8, 16, 64, 128];
 const ROWS: [usize; 4] = [1, 8, 32, 64];
 
+/// What a device does with a case.
+type Measure<'a> = dyn Fn(&Case) -> Result<Vec<CaseResult>, Box<dyn Error>> + 'a;
+
 struct Options {
     json: Option<PathBuf>,
     shapes: Vec<Shape>,
@@ -33,6 +42,10 @@ struct Options {
     caches: Vec<bool>,
     rounds: usize,
     threads: Option<usize>,
+    /// `cpu`, `cuda`, or (None) both, the card where there is one.
+    device: Option<String>,
+    /// Only say what the devices are.
+    describe: bool,
 }
 
 impl Options {
@@ -47,6 +60,8 @@ impl Options {
             caches: vec![true, false],
             rounds: 9,
             threads: None,
+            device: None,
+            describe: false,
         };
         let mut arguments = std::env::args().skip(1);
         while let Some(argument) = arguments.next() {
@@ -68,6 +83,11 @@ impl Options {
                 "--rows" => rows.push(value()?.parse()?),
                 "--rounds" => options.rounds = value()?.parse()?,
                 "--threads" => options.threads = Some(value()?.parse()?),
+                "--describe" => options.describe = true,
+                "--device" => match value()?.as_str() {
+                    device @ ("cpu" | "cuda") => options.device = Some(device.to_owned()),
+                    other => return Err(format!("`{other}` is neither `cpu` nor `cuda`").into()),
+                },
                 "--only" => {
                     options.caches = match value()?.as_str() {
                         "warm" => vec![true],
@@ -104,12 +124,12 @@ fn row_of(result: &CaseResult, case: &Case, device: &str) -> Value {
 }
 
 #[expect(clippy::print_stdout, reason = "a bench prints its results")]
-fn print(result: &CaseResult, case: &Case) {
+fn print(result: &CaseResult, case: &Case, device: &str) {
     let popularity = result.popularity.map_or("base", Popularity::name);
     let (rank, caches) =
         (if result.popularity.is_some() { case.rank } else { 0 }, if case.warm { "warm" } else { "flushed" });
     print!(
-        "{:>6} x {:<6} {:>3} rows  rank {rank:>3} {popularity:<10} {caches:<8} {:>9.1} us  {:>5.2} of the limit",
+        "{device:<4} {:>6} x {:<6} {:>3} rows  rank {rank:>3} {popularity:<10} {caches:<8} {:>9.1} us  {:>5.2} of the limit",
         case.shape.0,
         case.shape.1,
         case.rows,
@@ -125,27 +145,88 @@ fn print(result: &CaseResult, case: &Case) {
     }
 }
 
-#[expect(clippy::print_stdout, reason = "a bench prints its results")]
-fn main() -> Result<(), Box<dyn Error>> {
-    let options = Options::parse()?;
-    let processor = processor::Processor::new(options.threads)?;
-    println!("{}", processor.describe()?);
-    let mut rows = Vec::new();
-    for &shape in &options.shapes {
-        for &warm in &options.caches {
-            for &rank in &options.ranks {
-                for &count in &options.rows {
-                    let case = Case { shape, rank, rows: count, warm };
-                    for result in processor.measure(&case, &options.mixes, options.rounds)? {
-                        print(&result, &case);
-                        rows.push(row_of(&result, &case, "cpu"));
+impl Options {
+    /// Takes every case through `measure`.
+    fn run(&self, device: &str, rows: &mut Vec<Value>, measure: &Measure<'_>) -> Result<(), Box<dyn Error>> {
+        if self.describe {
+            return Ok(());
+        }
+        for &shape in &self.shapes {
+            for &warm in &self.caches {
+                for &rank in &self.ranks {
+                    for &count in &self.rows {
+                        let case = Case { shape, rank, rows: count, warm };
+                        for result in measure(&case)? {
+                            print(&result, &case, device);
+                            rows.push(row_of(&result, &case, device));
+                        }
                     }
                 }
             }
         }
+        Ok(())
     }
+
+    fn wants(&self, device: &str) -> bool {
+        self.device.as_deref().is_none_or(|wanted| wanted == device)
+    }
+}
+
+/// The cases on a card; what card it is, or None where it was skipped.
+#[cfg(feature = "cuda")]
+#[expect(clippy::print_stdout, reason = "a bench prints its results")]
+fn on_card(options: &Options, rows: &mut Vec<Value>) -> Result<Option<String>, Box<dyn Error>> {
+    let card = match card::Card::new() {
+        Ok(card) => card,
+        Err(error) if options.device.is_some() => return Err(error.into()),
+        Err(error) => {
+            println!("no card, its cases are skipped: {error}");
+            return Ok(None);
+        }
+    };
+    println!("{}", card.describe());
+    options.run("cuda", rows, &|case| card.measure(case, &options.mixes, options.rounds))?;
+    Ok(Some(card.describe().to_owned()))
+}
+
+#[cfg(not(feature = "cuda"))]
+#[expect(clippy::print_stdout, reason = "a bench prints its results")]
+fn on_card(options: &Options, _rows: &mut Vec<Value>) -> Result<Option<String>, Box<dyn Error>> {
+    let why = "this bench was built without feature `cuda`";
+    if options.device.is_some() {
+        return Err(why.into());
+    }
+    println!("no card, its cases are skipped: {why}");
+    Ok(None)
+}
+
+/// An error is told as it reads, not as its fields.
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+#[expect(clippy::print_stdout, reason = "a bench prints its results")]
+fn run() -> Result<(), Box<dyn Error>> {
+    let options = Options::parse()?;
+    let mut rows = Vec::new();
+    let mut report = json!({});
+    if options.wants("cpu") {
+        let processor = processor::Processor::new(options.threads)?;
+        println!("{}", processor.describe()?);
+        options.run("cpu", &mut rows, &|case| processor.measure(case, &options.mixes, options.rounds))?;
+        report["machine"] = processor.describe()?.into();
+    }
+    if options.wants("cuda") {
+        report["card"] = on_card(&options, &mut rows)?.into();
+    }
+    report["cases"] = rows.into();
     if let Some(path) = &options.json {
-        let report = json!({ "machine": processor.describe()?, "cases": rows });
         std::fs::write(path, serde_json::to_string_pretty(&report)? + "\n")?;
     }
     Ok(())

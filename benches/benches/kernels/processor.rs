@@ -10,11 +10,11 @@ use manylora_benches::decode::Turns;
 use manylora_benches::roofline::Limits;
 use manylora_kernels::cpu::{Buffer, CpuAdapter, CpuBackend, CpuOptions, PackedWeight};
 use manylora_kernels::{
-    AdapterTable, Backend, KernelError, LinearOutput, LinearPart, Module, RowAdapterPlan, RowSource, Site, SiteShape,
-    StorageType,
+    AdapterTable, Backend, KernelError, LinearOutput, LinearPart, RowAdapterPlan, SiteShape, StorageType,
 };
 
 use crate::case::{Case, Result as CaseResult};
+use crate::material::{Ramp, plan, site};
 use crate::popularity::Popularity;
 
 /// More than the caches of a processor hold: copies of weights and adapters until there are so many bytes.
@@ -26,28 +26,6 @@ const LIMIT_TIME: Duration = Duration::from_millis(200);
 
 pub(crate) struct Processor {
     backend: CpuBackend,
-}
-
-struct Ramp {
-    rows: usize,
-    columns: usize,
-}
-
-impl RowSource for Ramp {
-    fn rows(&self) -> usize {
-        self.rows
-    }
-
-    fn columns(&self) -> usize {
-        self.columns
-    }
-
-    fn read(&self, first: usize, out: &mut [f32]) -> Result<(), KernelError> {
-        for (index, value) in out.iter_mut().enumerate() {
-            *value = ((first * self.columns + index) % 251) as f32 / 2510.0 - 0.05;
-        }
-        Ok(())
-    }
 }
 
 /// What calls of a case run over, one after the other.
@@ -159,19 +137,4 @@ impl Processor {
         }
         start.elapsed().as_secs_f64()
     }
-}
-
-/// The map in a layer.
-fn site(layer: usize) -> Site {
-    Site::layer(layer as u32, Module::Gate)
-}
-
-/// Rows and their adapters as the kernels want them.
-fn plan(mix: Option<Popularity>, rows: usize) -> RowAdapterPlan {
-    let mut plan = RowAdapterPlan::default();
-    for (row, slot) in mix.map_or(vec![], |mix| mix.adapters(rows)).into_iter().enumerate() {
-        plan.push(row as u32, slot, 1.0);
-    }
-    plan.finish(rows);
-    plan
 }

@@ -2,7 +2,6 @@
 //!
 //! No event, in whatever order, makes it panic: what is unknown is ignored or answered by an effect.
 
-use crate::budget::Ledger;
 use crate::config::CoreConfig;
 use crate::error::CoreError;
 use crate::event::{Client, Effect, Event, FailureReason, FinishReason, LoadedAdapter, StepOutcome, UnloadMode};
@@ -26,9 +25,7 @@ impl ControlPlane {
     /// Checks the settings, alone and together, and starts empty.
     pub fn new(config: CoreConfig) -> Result<Self, CoreError> {
         config.validate()?;
-        let ledger =
-            Ledger { bytes: config.ledger_bytes, block_bytes: config.block_bytes, block_size: config.block_size };
-        let memory = Memory::new(&config, ledger);
+        let memory = Memory::new(&config, config.ledger());
         Ok(Self { scheduler: Scheduler::new(config), memory, effects: Vec::new() })
     }
 
@@ -140,6 +137,7 @@ impl ControlPlane {
             adapter_bytes: memory.shelf.resident_bytes,
             loading_bytes: memory.shelf.loading_bytes,
             ledger_bytes: memory.ledger.bytes,
+            adapter_room: memory.adapter_room,
             prefix_cache_queries: scheduler.prefix_queries,
             prefix_cache_hits: scheduler.prefix_hits,
             preemptions: scheduler.preemptions,

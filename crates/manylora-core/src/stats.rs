@@ -59,8 +59,10 @@ pub struct CoreStats {
     pub adapter_bytes: u64,
     /// Bytes set aside for loads under way.
     pub loading_bytes: u64,
-    /// Bytes that KV blocks and adapters share.
+    /// Bytes that KV blocks and adapters share, or those of KV blocks where adapters have their own.
     pub ledger_bytes: u64,
+    /// Bytes that adapters can take.
+    pub adapter_room: u64,
     /// Tokens looked up in the prefix cache.
     pub prefix_cache_queries: u64,
     /// Tokens found there.

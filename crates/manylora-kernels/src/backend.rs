@@ -158,6 +158,23 @@ pub struct LinearPart<'a, B: Backend + ?Sized> {
     pub mode: LinearOutput,
 }
 
+/// What a backend's own memory is used for, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryUse {
+    /// All of it.
+    pub reserved: u64,
+    /// Weights and rotary tables.
+    pub weights: u64,
+    /// Activations, what steps tell the kernels, and the kernels' working memory.
+    pub working: u64,
+    /// The KV cache.
+    pub kv_cache: u64,
+    /// What adapters can have.
+    pub adapter_room: u64,
+    /// What they have.
+    pub adapters: u64,
+}
+
 /// A packed adapter on the backend.
 pub trait PackedAdapter: Send + Sync + 'static {
     /// Bytes of the packed blob: exactly what `core::budget` charges for it.
@@ -303,6 +320,11 @@ pub trait Backend: Send + Sync + 'static {
 
     /// Name for people: `cpu (avx2, 2 threads)`.
     fn describe(&self) -> String;
+
+    /// What its memory is used for now; None where it has none of its own.
+    fn memory_use(&self) -> Option<MemoryUse> {
+        None
+    }
 
     /// Zeroed buffers of these widths, which one [`Self::linear`] fills or reads together: a backend may put them side by
     /// side.

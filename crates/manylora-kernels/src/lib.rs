@@ -17,7 +17,8 @@ pub mod site;
 
 pub use backend::{
     AdapterTable, AttentionShape, Backend, BufferKind, BufferRole, FactorFeed, FactorSink, FactorType, FillFactors,
-    HeadInputs, KvShape, LinearOutput, LinearPart, PackedAdapter, RowSet, RowSource, StorageType, StoredFactor,
+    HeadInputs, KvShape, LinearOutput, LinearPart, MemoryUse, PackedAdapter, RowSet, RowSource, StorageType,
+    StoredFactor,
 };
 pub use batch::{AdapterEntry, AdapterSegment, RowAdapterPlan, SequenceRows, StepBatch};
 pub use error::KernelError;

@@ -12,8 +12,9 @@ mod toy;
 
 use std::process::ExitCode;
 
+use manylora_kernels::cuda::BLAS_VARIABLE;
 use stand_in::cases::{Case, Environment, deep};
-use stand_in::{Build, StandIn};
+use stand_in::{Build, StandIn, on_card};
 
 /// The kinds of device that cases run on.
 const KINDS: &[(&str, Build, Environment)] = &[
@@ -21,6 +22,9 @@ const KINDS: &[(&str, Build, Environment)] = &[
     ("eager", Build::Plain, &[("EMU_SCHEDULE", "eager"), ("EMU_ORDER", "1")]),
     ("checked", Build::Checked, &[("EMU_SCHEDULE", "background"), ("EMU_ORDER", "2"), ("EMU_SEED", "5")]),
 ];
+
+/// A card is of one kind.
+const CARD: &[(&str, Build, Environment)] = &[("card", Build::Plain, &[])];
 
 const CASES: &[(&str, fn())] = &[
     ("linear_agrees_with_float64", cases::linear_agrees_with_float64),
@@ -38,18 +42,37 @@ const CASES: &[(&str, fn())] = &[
 /// Cases that take a minute under the checker, whose operations others check in seconds.
 const LONG: &[&str] = &["recorded_steps_are_the_same::checked"];
 
+fn case(name: String, run: fn(), build: Build, environment: Environment) -> Case {
+    let run = move || {
+        run();
+        StandIn::get().assert_nothing_held();
+    };
+    Case { name, run: Box::new(run), build: Some(build), environment }
+}
+
 fn main() -> ExitCode {
     let kinds = |&(name, run): &(&'static str, fn())| {
-        KINDS.iter().map(move |&(kind, build, environment)| Case {
-            name: format!("{name}::{kind}"),
-            run: Box::new(move || {
-                run();
-                StandIn::get().assert_nothing_held();
-            }),
-            build: Some(build),
-            environment,
-        })
+        let on = move |&(kind, build, environment): &_| case(format!("{name}::{kind}"), run, build, environment);
+        (if on_card() { CARD } else { KINDS }).iter().map(on)
     };
-    let all = CASES.iter().flat_map(kinds);
-    stand_in::cases::run(all.filter(|case| deep() || !LONG.contains(&case.name.as_str())).collect())
+    let mut all: Vec<Case> = CASES.iter().flat_map(kinds).collect();
+    all.push(case(
+        "rows_do_not_depend_on_their_neighbours_with_own_products".to_owned(),
+        cases::rows_do_not_depend_on_their_neighbours_with_own_products,
+        Build::Plain,
+        &[("EMU_SCHEDULE", "eager"), ("EMU_ORDER", "1")],
+    ));
+    all.push(case(
+        "steps_run_without_cublaslt".to_owned(),
+        cases::steps_run_without_cublaslt,
+        Build::Plain,
+        &[(BLAS_VARIABLE, ""), ("EMU_SCHEDULE", "deferred")],
+    ));
+    let all = all.into_iter().filter(|case| deep() || !LONG.contains(&case.name.as_str()));
+    stand_in::cases::run_on_cards(all.collect(), |name| match name {
+        "failures_come_out::card" => Err("makes calls of the driver fail"),
+        "launches_do_not_grow_with_adapters::card" => Err("counts launches"),
+        "steps_run_without_cublaslt" => Err("cuBLASLt may be there"),
+        _ => Ok(()),
+    })
 }

@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use manylora_kernels::{FactorFeed, SiteShape, StepBatch};
+use manylora_kernels::{FactorFeed, MemoryUse, SiteShape, StepBatch};
 
 use crate::adapter::PreparedAdapter;
 use crate::error::ModelError;
@@ -29,6 +29,10 @@ pub trait AdapterPacker: Send + Sync {
     fn bytes(&self, sites: &[SiteShape]) -> u64;
     /// Packs factors as they are stored; refuses ranks that steps have no working memory for, before it asks for any.
     fn pack_stored(&self, sites: &[SiteShape], feed: &mut FactorFeed<'_>) -> Result<PackedHandle, ModelError>;
+    /// Whether packed adapters lie in memory of a device, of which there is only as much as was set aside for them.
+    fn has_own_memory(&self) -> bool {
+        false
+    }
     /// Takes one core from the steps that run meanwhile until what is returned is dropped. See [`manylora_kernels::Backend`].
     fn lend_core(&self) -> Option<Box<dyn Send + '_>> {
         None
@@ -64,4 +68,6 @@ pub trait Runner: Send {
     fn release_blocks(&mut self, blocks: &[u32]);
     /// Bytes of the packed weights.
     fn weight_bytes(&self) -> u64;
+    /// What the backend's own memory is used for; None where it has none.
+    fn memory_use(&self) -> Option<MemoryUse>;
 }

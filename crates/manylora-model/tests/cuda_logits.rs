@@ -17,6 +17,7 @@ use std::process::ExitCode;
 
 use harness::BASES;
 use manylora_kernels::StorageType;
+use manylora_kernels::cuda::ProductChoice;
 use stand_in::cases::{Case, Environment};
 use stand_in::{Build, StandIn};
 
@@ -41,26 +42,34 @@ fn main() -> ExitCode {
     let mut all = vec![case(format!("what_does_not_fit_is_refused::{ODD}"), DEFERRED, || cases::refused(ODD))];
     for base in regular() {
         all.push(case(format!("a_43_error_is_within_twice_that_of_peft::{base}"), DEFERRED, || {
-            cases::base_and_alpha(base);
+            cases::base_and_alpha(base, ProductChoice::Library);
+        }));
+        all.push(case(format!("a_43_error_with_own_products::{base}"), EAGER, || {
+            cases::base_and_alpha(base, ProductChoice::Own);
         }));
         all.push(case(format!("every_adapter_equals_the_oracle::{base}"), EAGER, || cases::every_adapter(base)));
         all.push(case(format!("solo_equals_batched::{base}"), DEFERRED, || {
-            together::solo_equals_batched(base, StorageType::Bf16);
+            together::solo_equals_batched(base, StorageType::Bf16, ProductChoice::Library);
+        }));
+        all.push(case(format!("solo_equals_batched_with_own_products::{base}"), DEFERRED, || {
+            together::solo_equals_batched(base, StorageType::Bf16, ProductChoice::Own);
         }));
     }
     all.push(case("composition_equals_the_sum_of_deltas".to_owned(), DEFERRED, cases::composition));
     all.push(case("a_29_slots_keep_nothing".to_owned(), DEFERRED, cases::slots_keep_nothing));
     all.push(case("solo_equals_batched_in_half_precision".to_owned(), EAGER, || {
-        together::solo_equals_batched("qwen2", StorageType::F16);
+        together::solo_equals_batched("qwen2", StorageType::F16, ProductChoice::Library);
     }));
     if stand_in::cases::deep() {
         for base in regular() {
             for (kind, device) in [("eager", EAGER), ("checked", CHECKED)] {
                 all.push(case(format!("solo_equals_batched::{base}::{kind}"), device, || {
-                    together::solo_equals_batched(base, StorageType::Bf16);
+                    together::solo_equals_batched(base, StorageType::Bf16, ProductChoice::Own);
                 }));
             }
         }
     }
-    stand_in::cases::run(all)
+    stand_in::cases::run_on_cards(all, |name| {
+        if name.ends_with("::eager") || name.ends_with("::checked") { Err("is of the emulated device") } else { Ok(()) }
+    })
 }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use manylora::{DType, EngineConfig, EngineError, EvictionPolicyKind, LogprobsMode, SchedulingPolicy};
+use manylora::{DType, Device, EngineConfig, EngineError, EvictionPolicyKind, LogprobsMode, SchedulingPolicy};
 use pyo3::prelude::*;
 
 /// Every key must be there: `manylora/engine_args.py` has the defaults.
@@ -14,12 +14,17 @@ pub(crate) struct Config {
     tokenizer: Option<PathBuf>,
     skip_tokenizer_init: bool,
     chat_template: Option<String>,
+    device: String,
     dtype: String,
     max_model_len: Option<usize>,
     max_num_seqs: usize,
     max_num_batched_tokens: Option<usize>,
     block_size: usize,
     kv_cache_memory_bytes: Option<u64>,
+    gpu_memory_utilization: f64,
+    batch_invariant: bool,
+    enforce_eager: bool,
+    cuda_library_folders: Vec<PathBuf>,
     enable_prefix_caching: bool,
     enable_chunked_prefill: bool,
     scheduling_policy: String,
@@ -43,6 +48,9 @@ pub(crate) struct Config {
 
 impl Config {
     pub(crate) fn into_engine(self) -> Result<EngineConfig, EngineError> {
+        let device = Device::parse(&self.device).ok_or_else(|| {
+            EngineError::InvalidArgument(format!("device must be auto, cpu, cuda or cuda:N, got `{}`", self.device))
+        })?;
         let dtype = DType::parse(&self.dtype).ok_or_else(|| {
             EngineError::InvalidArgument(format!(
                 "dtype must be auto, bfloat16, float32 or float16, got `{}`",
@@ -74,12 +82,17 @@ impl Config {
             tokenizer: self.tokenizer,
             skip_tokenizer_init: self.skip_tokenizer_init,
             chat_template: self.chat_template,
+            device,
             dtype,
             max_model_len: self.max_model_len,
             max_num_seqs: self.max_num_seqs,
             max_num_batched_tokens: self.max_num_batched_tokens,
             block_size: self.block_size,
             kv_cache_memory_bytes: self.kv_cache_memory_bytes,
+            gpu_memory_utilization: self.gpu_memory_utilization,
+            batch_invariant: self.batch_invariant,
+            enforce_eager: self.enforce_eager,
+            cuda_library_folders: self.cuda_library_folders,
             enable_prefix_caching: self.enable_prefix_caching,
             enable_chunked_prefill: self.enable_chunked_prefill,
             scheduling_policy,

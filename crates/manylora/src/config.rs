@@ -21,7 +21,8 @@ pub enum DType {
     BFloat16,
     /// f32 throughout.
     Float32,
-    /// Computes in f32, and refuses adapter values beyond fp16's range.
+    /// On processors: computes in f32, and refuses values beyond fp16's range. On cards: fp16 weights, adapters and KV
+    /// cache; f32 accumulation.
     Float16,
 }
 
@@ -34,6 +35,37 @@ impl DType {
             "float32" | "float" | "fp32" | "f32" => Some(Self::Float32),
             "float16" | "half" | "fp16" | "f16" => Some(Self::Float16),
             _ => None,
+        }
+    }
+}
+
+/// What an engine computes on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Device {
+    /// The first card, where there is a driver and a card that can be used, and the build has feature `cuda`; else processors.
+    #[default]
+    Auto,
+    /// Processors.
+    Cpu,
+    /// An NVIDIA card.
+    Cuda {
+        /// Its number.
+        ordinal: usize,
+    },
+}
+
+impl Device {
+    /// Parses `auto`, `cpu`, `cuda` (the first card) and `cuda:1`.
+    pub fn parse(text: &str) -> Option<Self> {
+        match text {
+            "auto" => Some(Self::Auto),
+            "cpu" => Some(Self::Cpu),
+            "cuda" => Some(Self::Cuda { ordinal: 0 }),
+            _ => {
+                let number = text.strip_prefix("cuda:")?;
+                let plain = !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit());
+                plain.then(|| number.parse().ok()).flatten().map(|ordinal| Self::Cuda { ordinal })
+            }
         }
     }
 }
@@ -74,6 +106,8 @@ pub struct EngineConfig {
     pub skip_tokenizer_init: bool,
     /// Chat template text that replaces the checkpoint's.
     pub chat_template: Option<String>,
+    /// What to compute on.
+    pub device: Device,
     /// Number format.
     pub dtype: DType,
     /// Longest sequence (prompt and output). None = the model's context, lowered to what the KV budget holds.
@@ -84,8 +118,18 @@ pub struct EngineConfig {
     pub max_num_batched_tokens: Option<usize>,
     /// Tokens per KV block.
     pub block_size: usize,
-    /// Bytes shared by KV blocks and adapters. None = from free memory.
+    /// Bytes shared by KV blocks and adapters. None = from free memory. On a card: bytes of KV blocks; None = what the budget
+    /// leaves.
     pub kv_cache_memory_bytes: Option<u64>,
+    /// Share of a card's memory that the engine takes in all: the driver's own, weights, working memory, KV blocks, adapters.
+    pub gpu_memory_utilization: f64,
+    /// On a card: base products by our own kernels, whose sums have one order whatever the number of rows, so that results do
+    /// not depend on what shares a step. Off, cuBLASLt is used where it is found, with its fastest algorithm for each shape.
+    pub batch_invariant: bool,
+    /// On a card: whether the layers of small steps are launched one by one instead of being recorded and replayed.
+    pub enforce_eager: bool,
+    /// Folders in which cuBLASLt may lie (those of Python packages); the system's own are always looked in.
+    pub cuda_library_folders: Vec<PathBuf>,
     /// Whether blocks are kept for requests that share a prefix.
     pub enable_prefix_caching: bool,
     /// Whether prompts may be split over steps.
@@ -102,7 +146,8 @@ pub struct EngineConfig {
     pub max_cpu_loras: Option<usize>,
     /// Which resident adapter goes when room is needed.
     pub lora_eviction: EvictionPolicyKind,
-    /// Bytes for adapters; None = elastic, out of the budget shared with the KV cache.
+    /// Bytes for adapters; None = elastic, out of the budget shared with the KV cache. On a card: None = a quarter of what
+    /// weights and working memory leave.
     pub lora_memory_bytes: Option<u64>,
     /// Directories adapters may come from; None = anywhere.
     pub lora_roots: Option<Vec<PathBuf>>,
@@ -142,12 +187,17 @@ impl EngineConfig {
             tokenizer: None,
             skip_tokenizer_init: false,
             chat_template: None,
+            device: Device::Auto,
             dtype: DType::Auto,
             max_model_len: None,
             max_num_seqs: 64,
             max_num_batched_tokens: None,
             block_size: 16,
             kv_cache_memory_bytes: None,
+            gpu_memory_utilization: 0.9,
+            batch_invariant: false,
+            enforce_eager: false,
+            cuda_library_folders: Vec::new(),
             enable_prefix_caching: true,
             enable_chunked_prefill: true,
             scheduling_policy: SchedulingPolicy::Fair,

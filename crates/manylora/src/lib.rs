@@ -29,8 +29,8 @@ pub mod request;
 pub mod sampler;
 pub mod stream;
 
-pub use config::{DType, EngineConfig, ReadHook};
-pub use engine::{Engine, EngineHandle, EngineInfo, EngineStats, Share};
+pub use config::{DType, Device, EngineConfig, ReadHook};
+pub use engine::{CardMemory, DeviceMemory, Engine, EngineHandle, EngineInfo, EngineStats, Share};
 pub use error::EngineError;
 pub use manylora_core::eviction::EvictionPolicyKind;
 pub use manylora_core::sampling::LogprobsMode;

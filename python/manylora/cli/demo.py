@@ -62,6 +62,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="number format (default: auto)"
     )
+    parser.add_argument(
+        "--device",
+        default="auto",
+        metavar="DEVICE",
+        help="auto, cpu, cuda or cuda:N (default: a card if one can be used)",
+    )
     parser.add_argument("--threads", type=_positive, metavar="N", help="compute threads (default: all physical cores)")
     parser.set_defaults(run=run)
 
@@ -81,6 +87,9 @@ def run(arguments: argparse.Namespace) -> int:
         # Whatever the file is called, this is the base that the adapters name.
         served_model_name="SmolLM2-135M-Instruct",
         enable_lora=True,
+        device=arguments.device,
+        # Rows are compared with their solo runs to the last bit.
+        batch_invariant=True,
         dtype=arguments.dtype,
         num_threads=arguments.threads,
         max_model_len=2048,

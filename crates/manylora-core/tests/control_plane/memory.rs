@@ -166,3 +166,34 @@ fn reading_ahead_for_many_adapters_takes_no_room_from_what_runs() {
         assert_eq!(preemptions, 0);
     }
 }
+
+#[test]
+fn bytes_that_are_apart_are_never_the_others() {
+    let mut driver = Driver::new(CoreConfig { lora_memory: LoraMemory::Apart(250), ..config(16) });
+    let blocks = driver.core.stats().total_blocks;
+    let adapters = [2, 3, 4].map(|content| driver.register(content, 100));
+    for seed in 0..6 {
+        driver.submit(&prompt(seed, 4), 4, &[adapters[seed as usize % 3]]);
+        driver.finish();
+        let stats = driver.core.stats();
+        assert_eq!((stats.total_blocks, stats.adapter_room), (blocks, 250));
+        assert!(stats.adapter_bytes <= 250, "{}", stats.adapter_bytes);
+    }
+    assert!(driver.core.stats().evictions > 0, "two of them fit");
+    // However many KV blocks are wanted, no adapter goes for them.
+    let resident = driver.core.stats().adapter_bytes;
+    for seed in 10..30 {
+        driver.submit(&prompt(seed, 40), 8, &[]);
+    }
+    driver.finish();
+    assert_eq!(driver.core.stats().adapter_bytes, resident);
+    let large = driver.register(5, 251);
+    let request = driver.submit(&prompt(1, 4), 4, &[large]);
+    match driver.ending(request) {
+        Some(Ending::Failed(FailureReason::AdapterLoad(message))) => {
+            assert!(message.contains("`251`") && message.contains("`250`"), "{message}");
+        }
+        other => panic!("{other:?}"),
+    }
+    driver.core.check_invariants().unwrap();
+}

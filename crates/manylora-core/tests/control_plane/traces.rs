@@ -101,7 +101,11 @@ fn limits(random: &mut Random, policy: SchedulingPolicy) -> CoreConfig {
         eviction: if random.chance(50) { EvictionPolicyKind::CostAware } else { EvictionPolicyKind::Lru },
         max_loras: slots,
         max_cpu_loras: random.chance(60).then(|| slots.unwrap_or(1) + random.below(3) as usize),
-        lora_memory: if random.chance(40) { LoraMemory::Bytes(200 + random.below(1800)) } else { LoraMemory::Elastic },
+        lora_memory: match random.below(5) {
+            0 | 1 => LoraMemory::Bytes(200 + random.below(1800)),
+            2 => LoraMemory::Apart(400 + random.below(1800)),
+            _ => LoraMemory::Elastic,
+        },
         max_deferred_steps: random.below(12),
         max_loading: random.chance(50).then(|| 1 + random.below(3) as usize),
         ..config(9 + random.below(15) as usize)

@@ -186,7 +186,9 @@ impl World {
         let stats = self.driver.core.stats();
         let resident: u64 = stats.adapters.iter().map(|adapter| adapter.bytes).sum();
         assert_eq!(resident, stats.adapter_bytes);
-        let left = stats.ledger_bytes - stats.adapter_bytes - stats.loading_bytes;
+        let taken = stats.adapter_bytes + stats.loading_bytes;
+        assert!(taken <= stats.adapter_room);
+        let left = if self.driver.apart { stats.ledger_bytes } else { stats.ledger_bytes - taken };
         assert_eq!(stats.total_blocks as u64, left / BLOCK_BYTES);
     }
 

@@ -248,6 +248,59 @@ impl<T: DeviceElement> DeviceSlice<T> {
             .of("cuMemcpyDtoDAsync")
     }
 
+    /// Moves the part down over the hole before it, if there is one: where its content still lies. Moving that is the
+    /// caller's, by [`Self::follow`], before anything else is placed in the arena.
+    pub(super) fn slide_down(&mut self) -> Option<DevicePointer<T>> {
+        let span = self.span.as_mut()?;
+        if !self.shared.state().list.slide_down(span) {
+            return None;
+        }
+        let from = self.pointer;
+        self.pointer = self.shared.base.add(span.start()).cast();
+        Some(from)
+    }
+
+    /// Queues moving the content from where it lay before [`Self::slide_down`], in pieces that do not overlap: through
+    /// `between` where the way is shorter than that.
+    pub(super) fn follow(
+        &self,
+        stream: &Stream,
+        from: DevicePointer<T>,
+        between: &DeviceSlice<u8>,
+    ) -> Result<(), CudaError> {
+        self.shared.context.bind()?;
+        let (from, to, bytes) = (from.address(), self.pointer.address(), self.bytes());
+        let way = (from - to) as usize;
+        let direct = way >= between.len();
+        let piece = if direct { way } else { between.len() };
+        for at in (0..bytes).step_by(piece) {
+            let (length, at) = (piece.min(bytes - at), at as u64);
+            let copy = |to: u64, from: u64| {
+                // SAFETY: both lie in the arena or in `between`; a piece is no longer than the way, or than `between`.
+                unsafe { result::memcpy_dtod_async(to, from, length, stream.raw()) }.of("cuMemcpyDtoDAsync")
+            };
+            if direct {
+                copy(to + at, from + at)?;
+            } else {
+                copy(between.pointer.address(), from + at)?;
+                copy(to + at, between.pointer.address())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Queues a copy of `values` to `first..`.
+    ///
+    /// # Safety
+    /// `values` stays as it is until the stream has done it.
+    pub(super) unsafe fn send(&self, stream: &Stream, first: usize, values: &[T]) -> Result<(), CudaError> {
+        self.within(&(first..first.saturating_add(values.len())))?;
+        self.shared.context.bind()?;
+        // SAFETY: the range was checked; `values` is the caller's word.
+        unsafe { result::memcpy_htod_async(self.pointer.add(first).address(), values, stream.raw()) }
+            .of("cuMemcpyHtoDAsync")
+    }
+
     /// An error unless the range lies inside.
     pub(super) fn within(&self, range: &Range<usize>) -> Result<(), CudaError> {
         if range.start <= range.end && range.end <= self.len {

@@ -88,6 +88,21 @@ kernel_arguments! {
         pub width_2: i32,
     }
 
+    /// `matmul_few_rows_bf16`, `matmul_few_rows_f16`, `matmul_bf16`, `matmul_f16`
+    #[allow(missing_docs, reason = "kernels/ABI.md")]
+    pub struct MatmulRows<T> {
+        pub header: DevicePointer<i32>,
+        pub count: i32,
+        pub x: DevicePointer<T>,
+        pub x_stride: i32,
+        pub weight: DevicePointer<T>,
+        pub input: i32,
+        pub output: i32,
+        pub out: DevicePointer<f32>,
+        pub out_stride: i32,
+        pub add: i32,
+    }
+
     /// `lora_embed_bf16`, `lora_embed_f16`. The adapters' format is behind `a_pointers`.
     #[allow(missing_docs, reason = "kernels/ABI.md")]
     pub struct LoraEmbed {

@@ -85,6 +85,21 @@ impl FreeList {
         self.insert(start, bytes);
     }
 
+    /// Moves a part down over the hole that ends where it starts, if there is one; the hole is behind it then.
+    pub(super) fn slide_down(&mut self, span: &mut Span) -> bool {
+        let before = self.by_start.range(..span.start).next_back().map(|(&start, &length)| (start, length));
+        let Some((start, length)) = before.filter(|(start, length)| start + length == span.start) else { return false };
+        self.remove(start, length);
+        span.start = start;
+        let (hole, mut bytes) = (start + span.bytes, length);
+        if let Some(&next) = self.by_start.get(&(hole + bytes)) {
+            self.remove(hole + bytes, next);
+            bytes += next;
+        }
+        self.insert(hole, bytes);
+        true
+    }
+
     /// Size of the block.
     pub(super) fn capacity(&self) -> usize {
         self.capacity
@@ -122,6 +137,25 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    #[test]
+    fn sliding_down_leaves_one_hole() {
+        let mut list = FreeList::new(10 * GRANULE);
+        let mut spans: Vec<Span> = (0..5).map(|_| list.allocate(2 * GRANULE).unwrap()).collect();
+        list.release(spans.remove(2));
+        list.release(spans.remove(0));
+        // _ _ b b _ _ d d e e
+        assert_eq!((list.holes(), list.largest()), (2, 2 * GRANULE));
+        let moved: Vec<bool> = spans.iter_mut().map(|span| list.slide_down(span)).collect();
+        assert_eq!(moved, [true; 3]);
+        assert_eq!(spans.iter().map(Span::start).collect::<Vec<_>>(), [0, 2 * GRANULE, 4 * GRANULE]);
+        assert_eq!((list.holes(), list.largest(), list.free()), (1, 4 * GRANULE, 4 * GRANULE));
+        assert!(!list.slide_down(&mut spans[0]));
+        for span in spans {
+            list.release(span);
+        }
+        assert_eq!((list.holes(), list.free()), (1, 10 * GRANULE));
+    }
 
     #[test]
     fn the_smallest_hole_that_fits_is_taken() {

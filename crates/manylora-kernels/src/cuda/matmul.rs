@@ -98,6 +98,7 @@ pub struct Matmul {
     fixed: HashMap<MatmulShape, sys::cublasLtMatmulAlgo_t>,
     choice: AlgorithmChoice,
     workspace: DeviceSlice<u8>,
+    library: &'static BlasLibrary,
     handle: Handle,
 }
 
@@ -114,13 +115,13 @@ impl Matmul {
         workspace: usize,
         choice: AlgorithmChoice,
     ) -> Result<Self, CudaError> {
-        BlasLibrary::load(folders)?;
+        let library = BlasLibrary::load(folders)?;
         let context = Arc::clone(arena.context());
         context.bind()?;
         let raw = result::create_handle().of("cublasLtCreate")?;
         let handle = Handle { context, raw };
         let workspace = arena.allocate(Holding::Buffers, "working memory of matrix products", workspace)?;
-        Ok(Self { plans: HashMap::new(), fixed: HashMap::new(), choice, workspace, handle })
+        Ok(Self { plans: HashMap::new(), fixed: HashMap::new(), choice, workspace, library, handle })
     }
 
     /// Makes the plan for a shape if there is none. Before a recording, since it may load code.
@@ -190,6 +191,11 @@ impl Matmul {
             )
         }
         .of("cublasLtMatmul")
+    }
+
+    /// The library that computes.
+    pub fn library(&self) -> &'static BlasLibrary {
+        self.library
     }
 
     /// Number of shapes planned.

@@ -4,7 +4,7 @@
 //!
 //! Reading order: `error`, `library` (what is on this machine), `context` and `stream` (one card), `memory`,
 //! `free_list` and `arena` (where everything lies), `module`, `launch` and [`arguments`] (kernels), `staging` (moving bytes),
-//! `matmul` (base GEMMs), `graph` (a step by one call), `device` (a card that is ready), `backend` (the operations).
+//! `matmul` (base GEMMs by cuBLASLt), `graph` (a step by one call), `device` (a card that is ready), `backend` (the operations).
 
 mod arena;
 pub mod arguments;
@@ -23,7 +23,10 @@ mod staging;
 mod stream;
 
 pub use arena::{Arena, ArenaUsage, DeviceSlice, Holding};
-pub use backend::{CudaAdapter, CudaBackend, CudaBuffer, CudaKvCache, CudaOptions, CudaVector, CudaWeight};
+pub use backend::{
+    CudaAdapter, CudaBackend, CudaBuffer, CudaKvCache, CudaOptions, CudaVector, CudaWeight, ProductChoice, StepRoom,
+    activation_bytes, kv_cache_bytes, matrices_bytes, packed_adapter_bytes, step_bytes, vector_bytes,
+};
 pub use context::{Context, DeviceMemoryState, DeviceProperties, LEAST_CAPABILITY, device_count};
 pub use device::Device;
 pub use error::CudaError;

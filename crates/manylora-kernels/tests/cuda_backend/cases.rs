@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use manylora_kernels::cpu::{CpuBackend, CpuOptions};
-use manylora_kernels::cuda::{AlgorithmChoice, CudaBackend, CudaOptions};
+use manylora_kernels::cuda::{AlgorithmChoice, BlasLibrary, CudaBackend, CudaOptions, ProductChoice};
 use manylora_kernels::{
     AdapterTable, Backend, BufferKind, LinearOutput, LinearPart, Module, PackedAdapter, RowSource, Site, SiteShape,
     StepBatch, StorageType,
@@ -25,11 +25,18 @@ fn options(dtype: StorageType, graphs: bool) -> CudaOptions {
         head_dim: HEAD_DIM,
         memory_bytes: 48 << 20,
         adapter_bytes: 4 << 20,
+        products: ProductChoice::Auto,
         algorithms: AlgorithmChoice::OnePerWeight { rows: ROWS },
         workspace_bytes: Some(1 << 20),
         library_folders: Vec::new(),
         graphs,
     }
+}
+
+/// With products by our own kernels.
+fn own(dtype: StorageType, graphs: bool) -> Arc<CudaBackend> {
+    let options = CudaOptions { products: ProductChoice::Own, workspace_bytes: None, ..options(dtype, graphs) };
+    Arc::new(CudaBackend::open(options).unwrap())
 }
 
 fn cuda(dtype: StorageType, graphs: bool) -> Arc<CudaBackend> {
@@ -65,8 +72,7 @@ fn script() -> Vec<StepBatch> {
     steps
 }
 
-fn agree_with_the_cpu(dtype: StorageType, tolerance: f32) {
-    let mut tested = toy(dtype, true);
+fn agree_with_the_cpu(mut tested: Toy<CudaBackend>, tolerance: f32) {
     let options = CpuOptions { num_threads: Some(1), ..CpuOptions::default() };
     // Weights and adapters are exact in every format, so the reference computes with the same numbers in f32.
     let mut reference = Toy::new(Arc::new(CpuBackend::new(options).unwrap()), StorageType::F32, 1);
@@ -88,114 +94,123 @@ fn agree_with_the_cpu(dtype: StorageType, tolerance: f32) {
 }
 
 pub(crate) fn steps_agree_with_the_cpu() {
-    agree_with_the_cpu(StorageType::Bf16, 0.04);
+    agree_with_the_cpu(toy(StorageType::Bf16, true), 0.04);
 }
 
 pub(crate) fn half_precision_agrees_with_the_cpu() {
-    agree_with_the_cpu(StorageType::F16, 0.006);
+    agree_with_the_cpu(toy(StorageType::F16, true), 0.006);
 }
 
 pub(crate) fn linear_agrees_with_float64() {
-    let (inputs, widths, rows) = (136, [96, 48, 48], 70);
     for dtype in [StorageType::Bf16, StorageType::F16] {
-        let backend = cuda(dtype, false);
-        let mut numbers = Numbers(3);
-        let weights: Vec<Matrix> =
-            widths.iter().map(|width| Matrix { columns: inputs, values: numbers.exact(width * inputs, 1.0) }).collect();
-        let parts: Vec<(&str, &dyn RowSource)> = weights.iter().map(|it| ("w", it as _)).collect();
-        let packed = backend.pack_weights(&parts, dtype).unwrap();
-        let biases = widths.map(|width| numbers.exact(width, 1.0));
-        // q and v, of different ranks.
-        let sites: Vec<SiteShape> = [(Module::Q, 9, widths[0]), (Module::V, 33, widths[2])]
-            .map(|(module, rank, output)| SiteShape {
-                site: Site::layer(1, module),
-                rank,
-                input: inputs as u32,
-                output: output as u32,
-                scale: 0.5,
+        linear_agrees(&cuda(dtype, false), dtype, 70, "cublasLtMatmul");
+    }
+    linear_agrees(&own(StorageType::Bf16, false), StorageType::Bf16, 70, "matmul_bf16");
+    linear_agrees(&own(StorageType::F16, false), StorageType::F16, 19, "matmul_few_rows_f16");
+}
+
+fn linear_agrees(backend: &CudaBackend, dtype: StorageType, rows: usize, product: &str) {
+    let (inputs, widths) = (136, [96, 48, 48]);
+    let mut numbers = Numbers(3);
+    let weights: Vec<Matrix> =
+        widths.iter().map(|width| Matrix { columns: inputs, values: numbers.exact(width * inputs, 1.0) }).collect();
+    let parts: Vec<(&str, &dyn RowSource)> = weights.iter().map(|it| ("w", it as _)).collect();
+    let packed = backend.pack_weights(&parts, dtype).unwrap();
+    let biases = widths.map(|width| numbers.exact(width, 1.0));
+    // q and v, of different ranks.
+    let sites: Vec<SiteShape> = [(Module::Q, 9, widths[0]), (Module::V, 33, widths[2])]
+        .map(|(module, rank, output)| SiteShape {
+            site: Site::layer(1, module),
+            rank,
+            input: inputs as u32,
+            output: output as u32,
+            scale: 0.5,
+        })
+        .into();
+    let mut table = AdapterTable::new(0);
+    for slot in 0..3u32 {
+        table.install(slot, Arc::new(pack_adapter(backend, &sites, dtype, u64::from(slot))));
+    }
+    let mut step = StepBatch { tokens: vec![0; rows], ..StepBatch::default() };
+    step.positions = vec![0; rows];
+    step.slot_mapping = vec![0; rows];
+    let chosen = |row: usize| -> Vec<(u32, f32)> {
+        match row % 5 {
+            0 => vec![],
+            1 => vec![(2, 0.5)],
+            2 => vec![(1, 1.0), (0, -2.0)],
+            _ => vec![(0, 1.0)],
+        }
+    };
+    for row in 0..rows {
+        for (slot, scale) in chosen(row) {
+            step.adapters.push(row as u32, slot, scale);
+        }
+    }
+    step.adapters.finish(rows);
+    let mut input = backend.one_buffer(rows, inputs, BufferKind::INPUTS).unwrap();
+    let values = numbers.exact(rows * inputs, 1.0);
+    backend.write(&mut input, &values).unwrap();
+    let mut outs = backend.buffers(rows, &widths, BufferKind::SUMS).unwrap();
+    for mode in [LinearOutput::Store, LinearOutput::Add] {
+        let before: Vec<Vec<f32>> = widths.iter().map(|width| numbers.exact(rows * width, 1.0)).collect();
+        for (out, before) in outs.iter_mut().zip(&before) {
+            backend.write(out, before).unwrap();
+        }
+        let vectors: Vec<_> = biases.iter().map(|bias| backend.vector(bias).unwrap()).collect();
+        backend.begin_step(&step, &table).unwrap();
+        let mut parts: Vec<LinearPart<'_, CudaBackend>> = packed
+            .iter()
+            .zip(&mut outs)
+            .zip([Module::Q, Module::K, Module::V].iter().zip(&vectors))
+            .map(|((weight, out), (module, bias))| LinearPart {
+                weight,
+                bias: Some(bias),
+                site: Site::layer(1, *module),
+                out,
+                mode,
             })
-            .into();
-        let mut table = AdapterTable::new(0);
-        for slot in 0..3u32 {
-            table.install(slot, Arc::new(pack_adapter(&*backend, &sites, dtype, u64::from(slot))));
+            .collect();
+        if let Some(device) = StandIn::counting() {
+            device.reset_counts();
         }
-        let mut step = StepBatch { tokens: vec![0; rows], ..StepBatch::default() };
-        step.positions = vec![0; rows];
-        step.slot_mapping = vec![0; rows];
-        let chosen = |row: usize| -> Vec<(u32, f32)> {
-            match row % 5 {
-                0 => vec![],
-                1 => vec![(2, 0.5)],
-                2 => vec![(1, 1.0), (0, -2.0)],
-                _ => vec![(0, 1.0)],
-            }
-        };
-        for row in 0..rows {
-            for (slot, scale) in chosen(row) {
-                step.adapters.push(row as u32, slot, scale);
-            }
-        }
-        step.adapters.finish(rows);
-        let mut input = backend.one_buffer(rows, inputs, BufferKind::INPUTS).unwrap();
-        let values = numbers.exact(rows * inputs, 1.0);
-        backend.write(&mut input, &values).unwrap();
-        let mut outs = backend.buffers(rows, &widths, BufferKind::SUMS).unwrap();
-        for mode in [LinearOutput::Store, LinearOutput::Add] {
-            let before: Vec<Vec<f32>> = widths.iter().map(|width| numbers.exact(rows * width, 1.0)).collect();
-            for (out, before) in outs.iter_mut().zip(&before) {
-                backend.write(out, before).unwrap();
-            }
-            let vectors: Vec<_> = biases.iter().map(|bias| backend.vector(bias).unwrap()).collect();
-            backend.begin_step(&step, &table).unwrap();
-            let mut parts: Vec<LinearPart<'_, CudaBackend>> = packed
-                .iter()
-                .zip(&mut outs)
-                .zip([Module::Q, Module::K, Module::V].iter().zip(&vectors))
-                .map(|((weight, out), (module, bias))| LinearPart {
-                    weight,
-                    bias: Some(bias),
-                    site: Site::layer(1, *module),
-                    out,
-                    mode,
-                })
-                .collect();
-            StandIn::get().reset_counts();
-            backend.linear(rows, &step.adapters, &table, &input, &mut parts);
-            backend.end_step().unwrap();
-            for (part, out) in outs.iter_mut().enumerate() {
-                let got = backend.read(out, rows).unwrap();
-                let width = widths[part];
-                for row in 0..rows {
-                    let x: Vec<f64> = values[row * inputs..][..inputs].iter().map(|&x| f64::from(x)).collect();
-                    for column in 0..width {
-                        let dot = |row: &[f32]| row.iter().zip(&x).map(|(w, x)| f64::from(*w) * x).sum::<f64>();
-                        let mut want = dot(&weights[part].values[column * inputs..][..inputs]);
-                        want += f64::from(biases[part][column]);
-                        if mode == LinearOutput::Add {
-                            want += f64::from(before[part][row * width + column]);
-                        }
-                        for (slot, scale) in chosen(row) {
-                            let mut made = Numbers(u64::from(slot));
-                            for (index, site) in sites.iter().enumerate() {
-                                let rank = site.rank as usize;
-                                let a = made.exact(rank * inputs, 0.25);
-                                let b = made.exact(site.output as usize * rank, 0.25);
-                                if [0, 2][index] == part {
-                                    let delta: f64 = (0..rank)
-                                        .map(|k| f64::from(b[column * rank + k]) * dot(&a[k * inputs..][..inputs]))
-                                        .sum();
-                                    want += 0.5 * f64::from(scale) * delta;
-                                }
+        backend.linear(rows, &step.adapters, &table, &input, &mut parts);
+        backend.end_step().unwrap();
+        for (part, out) in outs.iter_mut().enumerate() {
+            let got = backend.read(out, rows).unwrap();
+            let width = widths[part];
+            for row in 0..rows {
+                let x: Vec<f64> = values[row * inputs..][..inputs].iter().map(|&x| f64::from(x)).collect();
+                for column in 0..width {
+                    let dot = |row: &[f32]| row.iter().zip(&x).map(|(w, x)| f64::from(*w) * x).sum::<f64>();
+                    let mut want = dot(&weights[part].values[column * inputs..][..inputs]);
+                    want += f64::from(biases[part][column]);
+                    if mode == LinearOutput::Add {
+                        want += f64::from(before[part][row * width + column]);
+                    }
+                    for (slot, scale) in chosen(row) {
+                        let mut made = Numbers(u64::from(slot));
+                        for (index, site) in sites.iter().enumerate() {
+                            let rank = site.rank as usize;
+                            let a = made.exact(rank * inputs, 0.25);
+                            let b = made.exact(site.output as usize * rank, 0.25);
+                            if [0, 2][index] == part {
+                                let delta: f64 = (0..rank)
+                                    .map(|k| f64::from(b[column * rank + k]) * dot(&a[k * inputs..][..inputs]))
+                                    .sum();
+                                want += 0.5 * f64::from(scale) * delta;
                             }
                         }
-                        let got = f64::from(got[row * width + column]);
-                        assert!((got - want).abs() <= 2e-2, "{dtype:?} part {part} row {row}: {got} for {want}");
                     }
+                    let got = f64::from(got[row * width + column]);
+                    assert!((got - want).abs() <= 2e-2, "{dtype:?} part {part} row {row}: {got} for {want}");
                 }
             }
+        }
+        if let Some(device) = StandIn::counting() {
             // One product for three parts that lie side by side.
-            assert_eq!(StandIn::get().launches("cublasLtMatmul"), 1);
-            assert_eq!(StandIn::get().launches(""), 4, "product, shrink, expand, bias");
+            assert_eq!(device.launches(product), 1);
+            assert_eq!(device.launches(""), 4, "product, shrink, expand, bias");
         }
     }
 }
@@ -206,7 +221,35 @@ fn bits(rows: &[Vec<f32>]) -> Vec<Vec<u32>> {
 
 /// A sequence alone, in other chunks, without recording, gives the bits that it gives in the mixed script.
 pub(crate) fn rows_do_not_depend_on_their_neighbours() {
-    let mut together = toy(StorageType::Bf16, true);
+    rows_keep_their_bits(toy(StorageType::Bf16, true), toy(StorageType::Bf16, false));
+}
+
+/// The same where no library that promises nothing has a part in it.
+pub(crate) fn rows_do_not_depend_on_their_neighbours_with_own_products() {
+    let toy = |graphs| Toy::new(own(StorageType::Bf16, graphs), StorageType::Bf16, 1);
+    StandIn::get().reset_counts();
+    rows_keep_their_bits(toy(true), toy(false));
+    assert_eq!(StandIn::get().launches("cublasLtMatmul"), 0);
+    assert!(StandIn::get().launches("matmul_bf16") > 0 && StandIn::get().launches("matmul_few_rows_bf16") > 0);
+}
+
+/// Without cuBLASLt nothing but it is missing.
+pub(crate) fn steps_run_without_cublaslt() {
+    let wanted = |products| CudaOptions { products, ..options(StorageType::Bf16, true) };
+    // A machine may have one of its own: then only that it is not needed can be tried.
+    if BlasLibrary::load(&[]).is_err() {
+        let refused = CudaBackend::open(wanted(ProductChoice::Library)).unwrap_err().to_string();
+        assert!(refused.contains("cuBLASLt was not found"), "{refused}");
+        assert!(ProductChoice::Auto.library(&[]).unwrap().is_none());
+        let backend = CudaBackend::open(wanted(ProductChoice::Auto)).unwrap();
+        assert!(backend.describe().ends_with("products by own kernels: no cuBLASLt was found"), "{backend:?}");
+    }
+    let backend = own(StorageType::Bf16, true);
+    assert!(backend.describe().ends_with("products by own kernels"), "{}", backend.describe());
+    agree_with_the_cpu(Toy::new(backend, StorageType::Bf16, 1), 0.04);
+}
+
+fn rows_keep_their_bits(mut together: Toy<CudaBackend>, mut alone: Toy<CudaBackend>) {
     let mut by_position: Vec<Vec<(u32, Vec<u32>)>> = vec![Vec::new(); 4];
     for step in script() {
         let (rows, _) = together.step(&step);
@@ -221,7 +264,6 @@ pub(crate) fn rows_do_not_depend_on_their_neighbours() {
         }
     }
     let chosen: [&[(u32, f32)]; 4] = [&[(0, 1.0)], &[], &[(1, 1.0), (2, 0.5)], &[(2, -0.5), (0, 0.25), (1, 1.0)]];
-    let mut alone = toy(StorageType::Bf16, false);
     for (sequence, expected) in by_position.iter().enumerate() {
         for chunk in [1, 23] {
             let total = expected.len();
@@ -255,13 +297,17 @@ pub(crate) fn recorded_steps_are_the_same() {
     assert!(recorded.backend.recorded_steps() > 3, "{}", recorded.backend.recorded_steps());
     assert_eq!(eager.backend.recorded_steps(), 0);
     let before = recorded.backend.recorded_steps();
-    StandIn::get().reset_counts();
+    if let Some(device) = StandIn::counting() {
+        device.reset_counts();
+    }
     for step in script() {
         recorded.step(&step);
     }
     assert_eq!(recorded.backend.recorded_steps(), before);
-    assert_eq!(StandIn::get().calls("cuStreamBeginCapture_v2"), 0);
-    assert_eq!(StandIn::get().calls("cuGraphLaunch"), script().len() as u64);
+    if let Some(device) = StandIn::counting() {
+        assert_eq!(device.calls("cuStreamBeginCapture_v2"), 0);
+        assert_eq!(device.calls("cuGraphLaunch"), script().len() as u64);
+    }
 }
 
 pub(crate) fn launches_do_not_grow_with_adapters() {

@@ -9,12 +9,17 @@ use std::time::{Duration, Instant};
 
 use manylora_kernels::cuda::{BLAS_VARIABLE, DRIVER_VARIABLE};
 
-use super::{Build, REQUIRE_VARIABLE, build};
+use super::{Build, REQUIRE_VARIABLE, build, on_card};
 
 /// Says to a child which case it is.
 const CASE_VARIABLE: &str = "MANYLORA_CUDA_CASE";
 /// Tells a case where the stand-ins lie.
 pub(crate) const CASE_FOLDER_VARIABLE: &str = "MANYLORA_CUDA_TEST_FOLDER";
+
+/// Names the folder of the cases' logs, where it is not where the tests were built.
+const LOG_VARIABLE: &str = "MANYLORA_TEST_LOGS";
+/// Cases at a time on a card, where each holds a context.
+const ON_CARD_AT_ONCE: usize = 4;
 
 /// A case that takes longer hangs. The longest takes a minute or two.
 const LIMIT: Duration = Duration::from_secs(600);
@@ -42,8 +47,14 @@ enum Outcome {
     Skipped(String),
 }
 
-/// The main function of a test program: runs what its arguments name, or the one case that a parent asked for.
+/// The main function of a test program: runs what its arguments name, or the one case that a parent asked for. On a card
+/// everything is skipped.
 pub(crate) fn run(cases: Vec<Case>) -> ExitCode {
+    run_on_cards(cases, |_| Err("needs the emulated device"))
+}
+
+/// As [`run`], and cases run on a card too, unless `on_cards` says of their name why they cannot.
+pub(crate) fn run_on_cards(cases: Vec<Case>, on_cards: impl Fn(&str) -> Result<(), &'static str> + Sync) -> ExitCode {
     if let Ok(wanted) = std::env::var(CASE_VARIABLE) {
         let case = cases.iter().find(|case| case.name == wanted);
         (case.unwrap().run)();
@@ -58,7 +69,9 @@ pub(crate) fn run(cases: Vec<Case>) -> ExitCode {
     let told = std::env::args().any(|argument| argument == "--nocapture");
     let filter = std::env::args().skip(1).find(|argument| !argument.starts_with('-')).unwrap_or_default();
     let cases: Vec<Case> = cases.into_iter().filter(|case| case.name.contains(&filter)).collect();
-    let folder = |kind: Build| cases.iter().any(|case| case.build == Some(kind)).then(|| build(kind));
+    let unfit = |case: &Case| if on_card() { on_cards(&case.name).err() } else { None };
+    let wanted = |kind: Build| !on_card() && cases.iter().any(|case| case.build == Some(kind));
+    let folder = |kind: Build| wanted(kind).then(|| build(kind));
     let folders = [Build::Plain, Build::Checked].map(|kind| (kind, folder(kind)));
     let folder = |kind: Build| {
         let known = folders.iter().find(|(known, _)| *known == kind).and_then(|(_, folder)| folder.clone());
@@ -68,7 +81,11 @@ pub(crate) fn run(cases: Vec<Case>) -> ExitCode {
     let work = || {
         while let Some(case) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
             let started = Instant::now();
-            let outcome = outcome(case, case.build.map(folder).transpose());
+            let outcome = match unfit(case) {
+                Some(reason) => Outcome::Skipped(reason.to_owned()),
+                None if on_card() => outcome(case, Ok(None)),
+                None => outcome(case, case.build.map(folder).transpose()),
+            };
             let took = started.elapsed().as_secs_f32();
             let mut counts = outcomes.lock().unwrap();
             match outcome {
@@ -88,7 +105,8 @@ pub(crate) fn run(cases: Vec<Case>) -> ExitCode {
             }
         }
     };
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let threads = if on_card() { cores.min(ON_CARD_AT_ONCE) } else { cores };
     std::thread::scope(|scope| (0..threads).for_each(|_| drop(scope.spawn(work))));
     let [passed, failed, skipped] = outcomes.into_inner().unwrap();
     println!("\ntest result: {passed} passed; {failed} failed; {skipped} skipped");
@@ -105,7 +123,8 @@ fn outcome(case: &Case, folder: Result<Option<PathBuf>, String>) -> Outcome {
         }
     };
     let name = format!("{}-{}.log", env!("CARGO_CRATE_NAME"), case.name.replace("::", "-"));
-    let said = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let logs = std::env::var_os(LOG_VARIABLE).unwrap_or_else(|| env!("CARGO_TARGET_TMPDIR").into());
+    let said = Path::new(&logs).join(name);
     let ended = process(case, folder.as_deref(), &said);
     let text = std::fs::read_to_string(&said).unwrap_or_default();
     match ended {
@@ -119,7 +138,9 @@ fn process(case: &Case, folder: Option<&Path>, said: &Path) -> Result<(), String
     let start = || -> std::io::Result<Child> {
         let log = File::create(said)?;
         let mut child = Command::new(std::env::current_exe()?);
-        child.env_remove(DRIVER_VARIABLE).env_remove(BLAS_VARIABLE);
+        if !on_card() {
+            child.env_remove(DRIVER_VARIABLE).env_remove(BLAS_VARIABLE);
+        }
         if let Some(folder) = folder {
             child.env(DRIVER_VARIABLE, folder.join("libcuda.so")).env(BLAS_VARIABLE, folder.join("libcublasLt.so"));
             child.env(CASE_FOLDER_VARIABLE, folder);

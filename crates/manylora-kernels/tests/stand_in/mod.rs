@@ -1,6 +1,9 @@
 //! The emulated device: stand-ins for the driver and for cuBLASLt, built once per target folder from `kernels/`, and the
 //! functions by which a test counts calls, makes one fail, and asks what is still held.
 //!
+//! With `MANYLORA_CARD=1` the same programs run on the card that the system's driver offers. It has no such functions:
+//! what they would tell is not compared there, and cases that are about nothing else are skipped.
+//!
 //! A process can have one driver library only, so each test that needs another kind runs in a process of its own.
 #![allow(unsafe_code, reason = "calls the stand-in's control functions")]
 #![allow(dead_code, reason = "each test binary uses a part of it")]
@@ -15,6 +18,14 @@ use std::process::Command;
 pub(crate) const FOLDER_VARIABLE: &str = "MANYLORA_EMULATOR_FOLDER";
 /// `1`: where the stand-ins cannot be built, tests fail instead of saying so.
 pub(crate) const REQUIRE_VARIABLE: &str = "MANYLORA_REQUIRE_EMULATOR";
+
+/// `1`: a real card in place of the emulated device.
+const CARD_VARIABLE: &str = "MANYLORA_CARD";
+
+/// Whether the tests run on a real card.
+pub(crate) fn on_card() -> bool {
+    std::env::var(CARD_VARIABLE).is_ok_and(|value| value == "1")
+}
 
 /// How the stand-in and its kernels were compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,8 +92,11 @@ const COUNTERS: [(&str, &str); 8] = [
 pub(crate) type Held = [usize; COUNTERS.len()];
 
 impl StandIn {
-    /// The stand-in of the driver, which `MANYLORA_CUDA_LIBRARY` names.
+    /// The stand-in of the driver, which `MANYLORA_CUDA_LIBRARY` names. (On a card: nothing that can be asked.)
     pub(crate) fn get() -> Self {
+        if on_card() {
+            return Self { handle: std::ptr::null_mut() };
+        }
         Self::open(manylora_kernels::cuda::DRIVER_VARIABLE)
     }
 
@@ -94,11 +108,17 @@ impl StandIn {
         Self { handle }
     }
 
+    /// The stand-in where there is one: what it counts is compared there only.
+    pub(crate) fn counting() -> Option<Self> {
+        (!on_card()).then(Self::get)
+    }
+
     /// A control function.
     ///
     /// # Safety
     /// `F` is its type.
     unsafe fn function<F: Copy>(self, name: &str) -> F {
+        assert!(!self.handle.is_null(), "a card has no `{name}`: this case must be skipped there");
         let text = CString::new(name).unwrap();
         // SAFETY: the handle is open.
         let address = unsafe { libc::dlsym(self.handle, text.as_ptr()) };
@@ -181,6 +201,9 @@ impl StandIn {
 
     /// Fails unless nothing is held.
     pub(crate) fn assert_nothing_held(self) {
+        if on_card() {
+            return;
+        }
         let held = self.held();
         let left: Vec<_> = COUNTERS.iter().zip(held).filter(|(_, count)| *count > 0).collect();
         assert!(left.is_empty(), "still held: {left:?}");

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use manylora_kernels::{
-    AdapterTable, AttentionShape, Backend, HeadInputs, LinearOutput, LinearPart, Module, Site, StepBatch, StorageType,
+    AdapterTable, AttentionShape, Backend, HeadInputs, LinearOutput, LinearPart, MemoryUse, Module, Site, StepBatch,
+    StorageType,
 };
 
 use super::packer::BackendPacker;
@@ -225,5 +226,9 @@ impl<B: Backend> Runner for Decoder<B> {
 
     fn weight_bytes(&self) -> u64 {
         self.weights.bytes()
+    }
+
+    fn memory_use(&self) -> Option<MemoryUse> {
+        self.weights.backend.memory_use()
     }
 }

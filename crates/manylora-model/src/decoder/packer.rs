@@ -27,6 +27,10 @@ impl<B: Backend> AdapterPacker for BackendPacker<B> {
         self.backend.adapter_bytes(sites, self.dtype) as u64
     }
 
+    fn has_own_memory(&self) -> bool {
+        self.backend.memory_use().is_some()
+    }
+
     fn lend_core(&self) -> Option<Box<dyn Send + '_>> {
         self.backend.lend_core()
     }

@@ -29,6 +29,32 @@ fn tensor_bytes(tensor: &TensorSpec, dtype: StorageType) -> u64 {
     tensor.elements() * width as u64
 }
 
+/// What a decoder packs, by shape.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WeightGroups {
+    /// Matrices `[rows, columns]`; those of a group are multiplied with the same input, and packed together.
+    pub matrices: Vec<Vec<(usize, usize)>>,
+    /// Lengths of norms and biases.
+    pub vectors: Vec<usize>,
+}
+
+/// The weights of a decoder for this model.
+pub fn weight_groups(spec: &ModelSpec) -> WeightGroups {
+    let ends = if spec.tied { 1 } else { 2 };
+    let mut matrices = vec![vec![(spec.vocab_size, spec.hidden_size)]; ends];
+    let groups: [&[Module]; 4] =
+        [&[Module::Q, Module::K, Module::V], &[Module::O], &[Module::Gate, Module::Up], &[Module::Down]];
+    for _ in 0..spec.layers {
+        let shapes = |group: &&[Module]| -> Vec<(usize, usize)> {
+            group.iter().map(|&module| spec.module_shape(module).into()).collect()
+        };
+        matrices.extend(groups.iter().map(shapes));
+    }
+    let tensors = spec.tensors();
+    let vectors = tensors.iter().filter(|tensor| tensor.shape.len() == 1).map(|tensor| tensor.shape[0]).collect();
+    WeightGroups { matrices, vectors }
+}
+
 /// One linear map.
 pub(super) struct Linear<B: Backend> {
     pub(super) weight: B::Weight,

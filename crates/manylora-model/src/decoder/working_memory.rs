@@ -40,12 +40,15 @@ pub fn working_bytes<B: Backend>(backend: &B, spec: &ModelSpec, limits: &Decoder
     buffer_bytes(backend, spec, limits).saturating_add(reserved as u64).saturating_add(attention as u64)
 }
 
+/// Length of each of the two rotary tables: half a head for every position.
+pub const fn rotary_table_len(spec: &ModelSpec, limits: &DecoderLimits) -> usize {
+    limits.max_position * (spec.head_dim / 2)
+}
+
 /// Bytes of the buffers and tables.
 fn buffer_bytes<B: Backend>(backend: &B, spec: &ModelSpec, limits: &DecoderLimits) -> u64 {
-    let buffers: u64 = Buffers::<B>::sizes(spec, limits)
-        .iter()
-        .map(|(rows, widths, kind)| backend.buffer_bytes(*rows, widths, *kind))
-        .sum();
+    let buffers: u64 =
+        buffer_groups(spec, limits).iter().map(|(rows, widths, kind)| backend.buffer_bytes(*rows, widths, *kind)).sum();
     // Two tables of half a head each.
     buffers + limits.max_position as u64 * spec.head_dim as u64 * StorageType::F32.bytes() as u64
 }
@@ -70,27 +73,30 @@ pub(super) struct Buffers<B: Backend> {
     pub(super) logits: B::Buffer,
 }
 
-impl<B: Backend> Buffers<B> {
-    /// Rows, widths and kinds of all, in groups that one linear map reads or fills.
-    fn sizes(spec: &ModelSpec, limits: &DecoderLimits) -> [(usize, Vec<usize>, BufferKind); 9] {
-        let (rows, logit_rows, hidden) = (limits.max_rows, limits.max_logit_rows, spec.hidden_size);
-        let (q, kv, intermediate) = (spec.q_width(), spec.kv_width(), spec.intermediate_size);
-        [
-            (rows, vec![hidden], BufferKind::SUMS),
-            (rows, vec![hidden], BufferKind::INPUTS),
-            (rows, vec![q, kv, kv], BufferKind::SUMS),
-            (rows, vec![q], BufferKind::INPUTS),
-            (rows, vec![intermediate, intermediate], BufferKind::SUMS),
-            (rows, vec![intermediate], BufferKind::INPUTS),
-            (logit_rows, vec![hidden], BufferKind::SAMPLE_SUMS),
-            (logit_rows, vec![hidden], BufferKind::SAMPLE_INPUTS),
-            (logit_rows, vec![spec.vocab_size], BufferKind::SAMPLE_SUMS),
-        ]
-    }
+/// Rows, widths and kind of buffers that one linear map reads or fills.
+pub type BufferGroup = (usize, Vec<usize>, BufferKind);
 
+/// All buffers of a decoder.
+pub fn buffer_groups(spec: &ModelSpec, limits: &DecoderLimits) -> [BufferGroup; 9] {
+    let (rows, logit_rows, hidden) = (limits.max_rows, limits.max_logit_rows, spec.hidden_size);
+    let (q, kv, intermediate) = (spec.q_width(), spec.kv_width(), spec.intermediate_size);
+    [
+        (rows, vec![hidden], BufferKind::SUMS),
+        (rows, vec![hidden], BufferKind::INPUTS),
+        (rows, vec![q, kv, kv], BufferKind::SUMS),
+        (rows, vec![q], BufferKind::INPUTS),
+        (rows, vec![intermediate, intermediate], BufferKind::SUMS),
+        (rows, vec![intermediate], BufferKind::INPUTS),
+        (logit_rows, vec![hidden], BufferKind::SAMPLE_SUMS),
+        (logit_rows, vec![hidden], BufferKind::SAMPLE_INPUTS),
+        (logit_rows, vec![spec.vocab_size], BufferKind::SAMPLE_SUMS),
+    ]
+}
+
+impl<B: Backend> Buffers<B> {
     fn new(backend: &B, spec: &ModelSpec, limits: &DecoderLimits) -> Result<Self, KernelError> {
         let mut made = Vec::with_capacity(12);
-        for (rows, widths, kind) in Self::sizes(spec, limits) {
+        for (rows, widths, kind) in buffer_groups(spec, limits) {
             made.extend(backend.buffers(rows, &widths, kind)?);
         }
         let mut made = made.into_iter();
@@ -135,7 +141,8 @@ static WALKS: AtomicU64 = AtomicU64::new(0);
 /// Adapters per row that the head's plan has room for from the start; more is possible and grows it once.
 const ENTRIES_PER_ROW: usize = 4;
 
-fn kv_shape(spec: &ModelSpec, limits: &DecoderLimits, dtype: StorageType) -> KvShape {
+/// The KV cache of a decoder.
+pub fn kv_shape(spec: &ModelSpec, limits: &DecoderLimits, dtype: StorageType) -> KvShape {
     KvShape {
         layers: spec.layers,
         kv_heads: spec.kv_heads,

@@ -8,7 +8,7 @@
 
 use std::sync::Arc;
 
-use manylora_kernels::cuda::{AlgorithmChoice, CudaBackend, CudaOptions};
+use manylora_kernels::cuda::{AlgorithmChoice, CudaBackend, CudaOptions, ProductChoice};
 use manylora_kernels::{Backend, StorageType};
 use manylora_model::Runner;
 use manylora_model::adapter::{AdapterHeader, AdapterPolicy, PreparedAdapter, inspect};
@@ -24,7 +24,7 @@ pub(crate) struct Loaded {
     pub(crate) model: Model<CudaBackend>,
 }
 
-fn options(checkpoint: &Checkpoint, dtype: StorageType, graphs: bool) -> CudaOptions {
+fn options(checkpoint: &Checkpoint, dtype: StorageType, graphs: bool, products: ProductChoice) -> CudaOptions {
     let spec = &checkpoint.spec;
     CudaOptions {
         ordinal: 0,
@@ -35,6 +35,7 @@ fn options(checkpoint: &Checkpoint, dtype: StorageType, graphs: bool) -> CudaOpt
         head_dim: spec.head_dim,
         memory_bytes: 160 << 20,
         adapter_bytes: 32 << 20,
+        products,
         algorithms: AlgorithmChoice::OnePerWeight { rows: harness::CONTEXT },
         workspace_bytes: Some(1 << 20),
         library_folders: Vec::new(),
@@ -43,10 +44,10 @@ fn options(checkpoint: &Checkpoint, dtype: StorageType, graphs: bool) -> CudaOpt
 }
 
 impl Loaded {
-    pub(crate) fn open(base: &str, dtype: StorageType, graphs: bool) -> Self {
+    pub(crate) fn open(base: &str, dtype: StorageType, graphs: bool, products: ProductChoice) -> Self {
         let oracle = Oracle::open(base);
         let checkpoint = Checkpoint::open(&oracle.base_folder()).unwrap();
-        let backend = Arc::new(CudaBackend::open(options(&checkpoint, dtype, graphs)).unwrap());
+        let backend = Arc::new(CudaBackend::open(options(&checkpoint, dtype, graphs, products)).unwrap());
         let model = Model::on(Arc::clone(&backend), &checkpoint, dtype);
         let mut policy = AdapterPolicy::new(checkpoint.spec.clone(), Arc::new(checkpoint));
         policy.max_rank = 512;
@@ -77,10 +78,12 @@ pub(crate) fn refused(base: &str) {
     let checkpoint = Checkpoint::open(&Oracle::open(base).base_folder()).unwrap();
     let spec = &checkpoint.spec;
     assert!(!spec.hidden_size.is_multiple_of(8) && !spec.head_dim.is_multiple_of(8), "{base} has become regular");
-    let error = CudaBackend::open(options(&checkpoint, StorageType::Bf16, true)).unwrap_err().to_string();
+    let error = CudaBackend::open(options(&checkpoint, StorageType::Bf16, true, ProductChoice::Library))
+        .unwrap_err()
+        .to_string();
     assert!(error.contains(&format!("`{}` wide", spec.head_dim)) && error.contains("device \"cpu\""), "{error}");
     // The other way to find out: heads that fit, on rows that do not.
-    let heads = CudaOptions { head_dim: 16, ..options(&checkpoint, StorageType::Bf16, true) };
+    let heads = CudaOptions { head_dim: 16, ..options(&checkpoint, StorageType::Bf16, true, ProductChoice::Library) };
     let backend = Arc::new(CudaBackend::open(heads).unwrap());
     let loaded = manylora_model::decoder::Decoder::load(backend, &checkpoint, StorageType::Bf16, &mut |_| {});
     let Err(error) = loaded else { panic!("{base} was loaded") };
@@ -88,8 +91,8 @@ pub(crate) fn refused(base: &str) {
 }
 
 /// A base and its adapter `alpha` against PEFT's own error.
-pub(crate) fn base_and_alpha(base: &str) {
-    let mut loaded = Loaded::open(base, StorageType::Bf16, true);
+pub(crate) fn base_and_alpha(base: &str, products: ProductChoice) {
+    let mut loaded = Loaded::open(base, StorageType::Bf16, true, products);
     let error = loaded.oracle.half_precision_error("base");
     let most = compare(&loaded.oracle, &mut loaded.model, base, None, &[], 2.0 * error, 4.0 * f64::from(error));
     println!("{base}: {most:e}; PEFT {error:e}");
@@ -105,7 +108,7 @@ pub(crate) fn base_and_alpha(base: &str) {
 
 /// Every adapter of a base that must load, one after the other in one slot.
 pub(crate) fn every_adapter(base: &str) {
-    let mut loaded = Loaded::open(base, StorageType::Bf16, true);
+    let mut loaded = Loaded::open(base, StorageType::Bf16, true, ProductChoice::Library);
     let mut reference = loaded.reference();
     let (mut compared, mut refused) = (0, 0);
     for (name, expected) in loaded.oracle.adapters() {
@@ -143,7 +146,7 @@ fn bound(oracle: &Oracle, reference: &mut Model, label: &str, adapter: &str) -> 
 
 /// Several adapters in one request, as sums of their deltas.
 pub(crate) fn composition() {
-    let mut loaded = Loaded::open("llama", StorageType::Bf16, true);
+    let mut loaded = Loaded::open("llama", StorageType::Bf16, true, ProductChoice::Library);
     let mixes = loaded.oracle.manifest["composition"]["mixes"].as_object().unwrap().clone();
     assert!(!mixes.is_empty());
     let bound = 2.0 * loaded.oracle.half_precision_error("alpha");
@@ -171,7 +174,7 @@ pub(crate) fn composition() {
 
 /// a slot that held a larger adapter leaves nothing of it to the next one.
 pub(crate) fn slots_keep_nothing() {
-    let mut loaded = Loaded::open("llama", StorageType::Bf16, true);
+    let mut loaded = Loaded::open("llama", StorageType::Bf16, true, ProductChoice::Library);
     let tokens = loaded.oracle.prompt("mid");
     let all: Vec<usize> = (0..tokens.len()).collect();
     let adapters = ["gamma", "layers-0", "null"].map(|name| loaded.prepare(name).unwrap());

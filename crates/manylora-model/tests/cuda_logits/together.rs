@@ -1,6 +1,6 @@
 //! Whole steps of a decoder: what a sequence gets is the same bits alone and beside others.
 
-use manylora_kernels::cuda::CudaBackend;
+use manylora_kernels::cuda::{CudaBackend, ProductChoice};
 use manylora_kernels::{SequenceRows, StepBatch, StorageType};
 use manylora_model::Runner;
 
@@ -106,8 +106,8 @@ fn install(loaded: &mut Loaded, slots: &[u32]) {
 
 /// Sequences that decode, prompts in chunks and prompts that start in between share steps that are
 /// recorded; alone, each computes its prompt in one step, nothing is recorded, and adapters are in other slots.
-pub(crate) fn solo_equals_batched(base: &str, dtype: StorageType) {
-    let mut alone = Loaded::open(base, dtype, false);
+pub(crate) fn solo_equals_batched(base: &str, dtype: StorageType, products: ProductChoice) {
+    let mut alone = Loaded::open(base, dtype, false, products);
     install(&mut alone, &[0, 1, 2]);
     let mut wanted = sequences(&alone.oracle);
     for sequence in &mut wanted {
@@ -117,7 +117,7 @@ pub(crate) fn solo_equals_batched(base: &str, dtype: StorageType) {
     }
     assert_eq!(alone.backend.recorded_steps(), 0);
 
-    let mut together = Loaded::open(base, dtype, true);
+    let mut together = Loaded::open(base, dtype, true, products);
     let slots = [9, 4, 70];
     install(&mut together, &slots);
     for (round, chunk) in [5, 5, 16, 1].into_iter().enumerate() {

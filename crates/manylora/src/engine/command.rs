@@ -5,7 +5,7 @@ use std::sync::mpsc::SyncSender;
 
 use manylora_core::{Client, Digest, NewRequest, RegistrationId, RequestId, UnloadMode};
 use manylora_model::PackedHandle;
-use manylora_model::adapter::LoadReport;
+use manylora_model::adapter::{LoadReport, PreparedAdapter};
 
 use super::loader::Identify;
 use super::running::RunningSequence;
@@ -29,11 +29,24 @@ pub(crate) struct Order {
     /// Register now, read when a request asks for it.
     pub(crate) lazy: bool,
     /// Its content, where it was given in memory.
-    pub(crate) read: Option<ReadAdapter>,
+    pub(crate) read: Option<GivenAdapter>,
     /// The registration that was made for it, once it is under way.
     pub(crate) registration: Option<RegistrationId>,
     /// Who waits for it.
     pub(crate) replies: Vec<Reply<AdapterInfo>>,
+}
+
+/// An adapter that was given in memory, checked.
+pub(crate) struct GivenAdapter {
+    pub(crate) version: Digest,
+    pub(crate) content: Given,
+}
+
+/// Content that was given in memory, until the control plane asks for it.
+pub(crate) enum Given {
+    Packed(PackedHandle),
+    /// For a device whose memory is counted: packed when it has room.
+    Checked(Box<PreparedAdapter>),
 }
 
 /// An adapter that was read and packed.

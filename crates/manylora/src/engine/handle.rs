@@ -2,7 +2,7 @@
 
 use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, sync_channel};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use manylora_core::{Client, Digest, UnloadMode};
@@ -52,7 +52,8 @@ pub(crate) struct Shared {
     pub(crate) tokenizer: Option<Tokenizer>,
     pub(crate) chat_template: Option<ChatTemplate>,
     pub(crate) registry: Arc<Registry>,
-    pub(crate) reader: Reader,
+    /// Until the engine thread ends: it holds on to the device.
+    pub(crate) reader: Arc<Mutex<Option<Reader>>>,
     pub(crate) next_request: AtomicU64,
     pub(crate) next_submission: AtomicU64,
     pub(crate) commands: Sender<Command>,
@@ -176,7 +177,7 @@ impl EngineHandle {
                 source.name
             )));
         }
-        self.shared.reader.inspect(source)
+        self.shared.reader()?.inspect(source)
     }
 
     fn shelve(&self, mut order: Order) -> Result<AdapterInfo, EngineError> {
@@ -307,6 +308,11 @@ impl Shared {
 
     pub(crate) fn send(&self, command: Command) -> Result<(), EngineError> {
         self.commands.send(command).map_err(|_| self.stopped_error())
+    }
+
+    /// What reads adapters, as long as the engine runs.
+    pub(crate) fn reader(&self) -> Result<Reader, EngineError> {
+        self.reader.lock().unwrap_or_else(PoisonError::into_inner).clone().ok_or_else(|| self.stopped_error())
     }
 
     pub(crate) fn stopped_error(&self) -> EngineError {

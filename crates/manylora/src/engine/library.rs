@@ -14,7 +14,7 @@ use manylora_core::{AdapterSlot, ControlPlane, Digest, Event, LoadedAdapter, Reg
 use manylora_model::adapter::LoadReport;
 use manylora_model::{PackedHandle, Runner};
 
-use super::command::{Identified, Order, ReadAdapter, Reply};
+use super::command::{Given, Identified, Order, ReadAdapter, Reply};
 use super::loader::{Identify, Job, Known, changed_on_disk};
 use super::stamp::Stamp;
 use crate::error::EngineError;
@@ -43,7 +43,7 @@ struct Shelved {
     /// Known once it was read; other content is then refused.
     version: Option<Digest>,
     /// Content given in memory, until the control plane asks for it.
-    given: Option<PackedHandle>,
+    given: Option<Given>,
     /// It is on its way to stand for its name, and why it will not, if a read has failed.
     arriving: bool,
     /// Its name has led to it.
@@ -213,7 +213,7 @@ impl Library {
     fn register(&mut self, name: &str, core: &mut Core<'_>) -> Option<RegistrationId> {
         let order = self.orders.get_mut(name)?.front_mut()?;
         let registration = core.plane.next_registration();
-        let (version, given) = order.read.take().map(|read| (read.version, read.packed)).unzip();
+        let (version, given) = order.read.take().map(|read| (read.version, read.content)).unzip();
         let bytes = order.bytes;
         let shelved = Shelved {
             source: order.source.clone(),
@@ -384,14 +384,22 @@ impl Library {
             let result = Err("the registration is unknown".to_owned());
             return core.handle(Event::LoadFinished { registration, result });
         };
-        if let (Some(packed), Some(digest)) = (shelved.given.take(), shelved.version) {
-            let bytes = packed.bytes;
-            self.landed.insert(digest, packed);
-            let result = Ok(LoadedAdapter::new(digest, bytes));
-            return core.handle(Event::LoadFinished { registration, result });
-        }
-        let known = shelved.version.map(|version| Known { version, report: Arc::clone(&shelved.report) });
-        if self.jobs.send(Job::Read { registration, source: shelved.source.clone(), known }).is_err() {
+        let job = match (shelved.given.take(), shelved.version) {
+            (Some(Given::Packed(packed)), Some(digest)) => {
+                let bytes = packed.bytes;
+                self.landed.insert(digest, packed);
+                let result = Ok(LoadedAdapter::new(digest, bytes));
+                return core.handle(Event::LoadFinished { registration, result });
+            }
+            (Some(Given::Checked(prepared)), _) => {
+                Job::Pack { registration, name: shelved.source.name.clone(), prepared }
+            }
+            (_, version) => {
+                let known = version.map(|version| Known { version, report: Arc::clone(&shelved.report) });
+                Job::Read { registration, source: shelved.source.clone(), known }
+            }
+        };
+        if self.jobs.send(job).is_err() {
             let result = Err(loader_gone().to_string());
             core.handle(Event::LoadFinished { registration, result });
         }

@@ -14,7 +14,7 @@ use manylora_core::{Digest, RegistrationId};
 use manylora_model::adapter::{self, AdapterPolicy, LoadReport, LoadedContent, PreparedAdapter};
 use manylora_model::{AdapterPacker, ModelError};
 
-use super::command::{Command, Identified, Order, ReadAdapter};
+use super::command::{Command, Given, GivenAdapter, Identified, Order, ReadAdapter};
 use super::stamp::Stamp;
 use crate::config::ReadHook;
 use crate::error::EngineError;
@@ -24,6 +24,8 @@ use crate::registry::{AdapterOrigin, AdapterSource};
 pub(crate) enum Job {
     /// Read, check and pack an adapter; of one that was read before it is known what it must be.
     Read { registration: RegistrationId, source: AdapterSource, known: Option<Known> },
+    /// Pack an adapter that was given in memory and checked before.
+    Pack { registration: RegistrationId, name: String, prepared: Box<PreparedAdapter> },
     /// Read and check an adapter, and say what its content is.
     Identify { identify: Identify, source: AdapterSource },
 }
@@ -64,8 +66,16 @@ impl Reader {
                 (bytes, Arc::new(LoadReport { bytes, ..header.report().clone() }), None)
             }
             AdapterOrigin::Memory(_) => {
-                let read = self.read(source, None)?;
-                (read.packed.bytes, Arc::clone(&read.report), Some(read))
+                let prepared = self.prepare(source)?;
+                let bytes = self.packer.bytes(&prepared.sites);
+                let report = Arc::new(LoadReport { bytes, ..prepared.report.clone() });
+                let version = Digest(prepared.digest);
+                let content = if self.packer.has_own_memory() {
+                    Given::Checked(Box::new(prepared))
+                } else {
+                    Given::Packed(self.packer.pack(&prepared)?)
+                };
+                (bytes, report, Some(GivenAdapter { version, content }))
             }
         };
         Ok(Order {
@@ -147,6 +157,16 @@ impl Reader {
         match job {
             Job::Read { registration, source, known } => {
                 let result = Self::guarded(&source.name, || self.read(&source, known.as_ref()));
+                Command::Read { registration, result }
+            }
+            Job::Pack { registration, name, prepared } => {
+                let result = Self::guarded(&name, || {
+                    let start = Instant::now();
+                    let packed = self.packer.pack(&prepared)?;
+                    let report = Arc::new(LoadReport { bytes: packed.bytes, ..prepared.report.clone() });
+                    let seconds = start.elapsed().as_secs_f64();
+                    Ok(ReadAdapter { version: Digest(prepared.digest), report, packed, stamp: None, seconds })
+                });
                 Command::Read { registration, result }
             }
             Job::Identify { identify, source } => {

@@ -6,12 +6,16 @@
 //! a kernel batch (`lower`), runs the decoder, samples (`running`), commits, and delivers deltas. No file is touched on
 //! that thread: `library` orders what is to be read, and the threads of `loader` read and pack it.
 
+#[cfg(feature = "cuda")]
+mod card;
 mod command;
+mod device;
 mod handle;
 mod library;
 mod loader;
 mod lower;
 mod running;
+mod sizes;
 mod stamp;
 mod startup;
 #[cfg(test)]
@@ -24,11 +28,36 @@ use std::thread::JoinHandle;
 
 pub use handle::{EngineHandle, Logits, Share};
 use manylora_core::CoreStats;
-pub use startup::{EngineInfo, LoadProgress};
+use manylora_kernels::MemoryUse;
+pub use startup::{CardMemory, EngineInfo, LoadProgress};
 
 use crate::config::EngineConfig;
 use crate::error::EngineError;
 use command::Command;
+
+/// What a card's memory is used for now, in bytes, rounding included.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct DeviceMemory {
+    /// All that the engine has reserved.
+    pub reserved: u64,
+    /// Weights and rotary tables.
+    pub weights: u64,
+    /// Activations, what steps tell the kernels, and the kernels' working memory.
+    pub working: u64,
+    /// KV blocks.
+    pub kv_cache: u64,
+    /// What adapters can have.
+    pub adapter_room: u64,
+    /// What they have.
+    pub adapters: u64,
+}
+
+impl From<MemoryUse> for DeviceMemory {
+    fn from(used: MemoryUse) -> Self {
+        let MemoryUse { reserved, weights, working, kv_cache, adapter_room, adapters } = used;
+        Self { reserved, weights, working, kv_cache, adapter_room, adapters }
+    }
+}
 
 /// Counters and levels of a running engine.
 #[derive(Clone, Debug, serde::Serialize)]
@@ -44,6 +73,8 @@ pub struct EngineStats {
     pub streamed_bytes: u64,
     /// Steps so far.
     pub steps: u64,
+    /// What a card's memory is used for.
+    pub device_memory: Option<DeviceMemory>,
 }
 
 impl Deref for EngineStats {

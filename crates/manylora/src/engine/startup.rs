@@ -3,50 +3,54 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{Receiver, channel};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::{Builder, JoinHandle};
 
-use manylora_core::budget::{Ledger, ModelDimensions, NumberFormat, TargetModule};
-use manylora_core::{ControlPlane, CoreConfig, Digest, LoraMemory};
-use manylora_kernels::StorageType;
+use manylora_core::{ControlPlane, Digest};
+use manylora_kernels::Backend;
 use manylora_kernels::cpu::{CpuBackend, CpuOptions, SimdLevel};
+use manylora_model::adapter::AdapterPolicy;
 use manylora_model::adapter::combinations::EngineFeature;
-use manylora_model::adapter::{AdapterPolicy, MAX_RANK};
 use manylora_model::chat::ChatTemplate;
-use manylora_model::checkpoint::{Checkpoint, GenerationDefaults, memory};
-use manylora_model::decoder::{DecoderLimits, DecoderWeights, packed_bytes, working_bytes};
+use manylora_model::checkpoint::{Checkpoint, GenerationDefaults};
+use manylora_model::decoder::{DecoderWeights, working_bytes};
 use manylora_model::tokenizer::Tokenizer;
-use manylora_model::{ModelSpec, PackedHandle, Runner};
+use manylora_model::{PackedHandle, Runner};
 
 pub use manylora_model::decoder::LoadProgress;
 
+use super::device::{self, Chosen};
 use super::handle::{EngineHandle, Shared};
 use super::library::Library;
 use super::loader::{self, Job, Reader};
 use super::lower::LoweredStep;
+use super::sizes::{self, Sizes};
 use super::worker::Worker;
 use crate::config::{DType, EngineConfig};
 use crate::error::EngineError;
 use crate::registry::Registry;
-
-/// Share of the free memory that the KV cache and adapters take when nothing is said.
-const DEFAULT_SHARE_OF_FREE: u64 = 2;
-/// Room for adapters that the default budget adds to the KV cache's need.
-const DEFAULT_ADAPTER_BYTES: u64 = 1 << 30;
 
 /// What was decided at start. All bytes are exact.
 #[derive(Clone, Debug)]
 pub struct EngineInfo {
     /// Backend, SIMD level, threads.
     pub backend: String,
+    /// What it computes on: `cpu` or `cuda:0`.
+    pub device: String,
+    /// Why, where that was left to it.
+    pub device_reason: Option<String>,
     /// Number format of weights, adapters and KV cache.
     pub dtype: &'static str,
     /// Bytes of the packed weights.
     pub weight_bytes: u64,
     /// Bytes of activations, tables and the working memory of kernels, for the largest step.
     pub working_bytes: u64,
-    /// Bytes that KV blocks and adapters share.
+    /// Bytes that KV blocks and adapters share, or those of KV blocks on a card.
     pub ledger_bytes: u64,
+    /// How a card's memory is divided.
+    pub card: Option<CardMemory>,
+    /// Most adapters that one request can compose; None = any number.
+    pub max_composed: Option<usize>,
     /// KV blocks when no adapter is resident.
     pub kv_blocks: usize,
     /// Bytes of one block over all layers.
@@ -65,23 +69,37 @@ pub struct EngineInfo {
     pub notes: Vec<String>,
 }
 
-/// Rows of a step when nothing is said.
-const DEFAULT_BATCHED_TOKENS: usize = 2048;
+/// How a card's memory is divided, in bytes, rounding included. All but the driver's part is one reservation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CardMemory {
+    /// The card's memory.
+    pub total_bytes: u64,
+    /// What the engine may take in all.
+    pub budget_bytes: u64,
+    /// Of that, what is left to the driver's context, code and recorded steps.
+    pub driver_bytes: u64,
+    /// Weights.
+    pub weight_bytes: u64,
+    /// Activations, tables and the working memory of kernels.
+    pub working_bytes: u64,
+    /// KV blocks.
+    pub kv_cache_bytes: u64,
+    /// Adapters.
+    pub adapter_bytes: u64,
+}
+
+impl CardMemory {
+    /// The reservation.
+    pub const fn reserved_bytes(&self) -> u64 {
+        self.weight_bytes + self.working_bytes + self.kv_cache_bytes + self.adapter_bytes
+    }
+}
+
 /// Counts beyond this are mistakes, and would overflow the arithmetic of bytes.
 const LARGEST_COUNT: usize = 1 << 24;
 
 /// More threads than any machine has cores for are a mistake, and would exhaust the user's limit on threads.
 const MOST_THREADS: usize = 1024;
-
-struct Sizes {
-    max_rows: usize,
-    dtype: StorageType,
-    dtype_name: &'static str,
-    block_bytes: u64,
-    ledger_bytes: u64,
-    blocks: usize,
-    max_model_len: usize,
-}
 
 /// Loads the base and starts the threads.
 pub(crate) fn start(
@@ -109,24 +127,80 @@ pub(crate) fn assemble(config: EngineConfig, progress: &mut dyn FnMut(LoadProgre
     let mut notes = Vec::new();
     let tokenizer = open_tokenizer(&config, &checkpoint)?;
     let chat_template = open_template(&config, &checkpoint, tokenizer.as_ref())?;
+    let (chosen, device_reason) = device::choose(&config, &spec, &mut notes)?;
+    let parts = Parts { config, checkpoint, tokenizer, chat_template, device_reason, notes };
+    match chosen {
+        Chosen::Processor => on_processor(parts, progress),
+        #[cfg(feature = "cuda")]
+        Chosen::Card(card) => on_card(parts, *card, progress),
+    }
+}
+
+/// What an engine is made from, whatever it computes on.
+struct Parts {
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    tokenizer: Option<Tokenizer>,
+    chat_template: Option<ChatTemplate>,
+    device_reason: Option<String>,
+    notes: Vec<String>,
+}
+
+fn on_processor(mut parts: Parts, progress: &mut dyn FnMut(LoadProgress)) -> Result<Assembled, EngineError> {
+    let config = &parts.config;
     let backend = Arc::new(CpuBackend::new(CpuOptions {
         num_threads: config.num_threads,
         level: config.simd.as_deref().map(SimdLevel::parse).transpose()?,
         pin_threads: config.pin_threads,
         park_threads: config.park_threads,
     })?);
+    let threads = backend.pool().threads();
+    let spec = &parts.checkpoint.spec;
+    let sizes = sizes::for_processor(config, spec, &backend, &mut parts.notes)?;
+    let working_bytes = working_bytes(&*backend, spec, &sizes::decoder_limits(config, &sizes), sizes.dtype);
+    let device = Placement { name: "cpu".to_owned(), threads, working_bytes };
+    put_together(parts, backend, &sizes, device, progress)
+}
 
-    let loader_threads = config.loader_threads.unwrap_or((backend.pool().threads() / 4).clamp(2, 4));
-    let sizes = decide_sizes(&config, &spec, &backend, &mut notes)?;
+#[cfg(feature = "cuda")]
+fn on_card(
+    mut parts: Parts,
+    card: super::card::Card,
+    progress: &mut dyn FnMut(LoadProgress),
+) -> Result<Assembled, EngineError> {
+    let (sizes, memory) = card.divide(&parts.config, &parts.checkpoint.spec, &mut parts.notes)?;
+    let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let device = Placement { name: card.name(), threads, working_bytes: memory.working_bytes };
+    let backend = card.backend(&parts.config, &sizes, &memory)?;
+    put_together(parts, backend, &sizes, device, progress)
+}
+
+/// Where an engine computes.
+struct Placement {
+    name: String,
+    /// Threads that compute, or that could.
+    threads: usize,
+    working_bytes: u64,
+}
+
+fn put_together<B: Backend>(
+    parts: Parts,
+    backend: Arc<B>,
+    sizes: &Sizes,
+    device: Placement,
+    progress: &mut dyn FnMut(LoadProgress),
+) -> Result<Assembled, EngineError> {
+    let Parts { config, checkpoint, tokenizer, chat_template, device_reason, mut notes } = parts;
+    let spec = checkpoint.spec.clone();
+    let loader_threads = config.loader_threads.unwrap_or((device.threads / 4).clamp(2, 4));
     // Everything that can be refused is refused before the weights are read.
-    ControlPlane::new(core_config(&config, &sizes, loader_threads, Digest([0; 32])))?;
+    ControlPlane::new(sizes::core_config(&config, sizes, loader_threads, Digest([0; 32])))?;
     notes.extend(checkpoint.quantization.as_ref().map(|note| note.line(sizes.dtype.bytes())));
-    let weights = DecoderWeights::load(Arc::clone(&backend), &checkpoint, sizes.dtype, progress)?;
-    let limits = decoder_limits(&config, &sizes);
-    let working_bytes = working_bytes(&*backend, &spec, &limits, sizes.dtype);
-    let decoder = weights.allocate(limits)?;
+    let weights = DecoderWeights::load(backend, &checkpoint, sizes.dtype, progress)?;
+    let decoder = weights.allocate(sizes::decoder_limits(&config, sizes))?;
     // The weights were hashed as they were read.
-    let core = ControlPlane::new(core_config(&config, &sizes, loader_threads, Digest(checkpoint.digest())))?;
+    let base_digest = Digest(checkpoint.digest());
+    let core = ControlPlane::new(sizes::core_config(&config, sizes, loader_threads, base_digest))?;
 
     let generation = checkpoint.generation.clone();
     let mut base_names = checkpoint.names.clone();
@@ -146,10 +220,14 @@ pub(crate) fn assemble(config: EngineConfig, progress: &mut dyn FnMut(LoadProgre
     };
     let info = EngineInfo {
         backend: decoder.describe(),
+        device: device.name,
+        device_reason,
         dtype: sizes.dtype_name,
-        weight_bytes: decoder.weight_bytes(),
-        working_bytes,
+        weight_bytes: sizes.card.map_or(decoder.weight_bytes(), |card| card.weight_bytes),
+        working_bytes: device.working_bytes,
         ledger_bytes: sizes.ledger_bytes,
+        card: sizes.card,
+        max_composed: sizes.most_composed,
         kv_blocks: sizes.blocks,
         block_bytes: sizes.block_bytes,
         block_size: config.block_size,
@@ -186,7 +264,7 @@ pub(crate) fn assemble(config: EngineConfig, progress: &mut dyn FnMut(LoadProgre
         tokenizer,
         chat_template,
         registry,
-        reader,
+        reader: Arc::new(Mutex::new(Some(reader))),
         next_request: AtomicU64::new(0),
         next_submission: AtomicU64::new(0),
         commands,
@@ -224,6 +302,12 @@ fn check_limits(config: &EngineConfig) -> Result<(), EngineError> {
         return Err(EngineError::InvalidArgument(format!(
             "block_size must be at most 1024, got `{}`",
             config.block_size
+        )));
+    }
+    let utilization = config.gpu_memory_utilization;
+    if !(utilization > 0.0 && utilization <= 1.0) {
+        return Err(EngineError::InvalidArgument(format!(
+            "gpu_memory_utilization must be above 0 and at most 1, got `{utilization}`"
         )));
     }
     if config.max_logprobs < -1 {
@@ -277,153 +361,20 @@ fn engine_features(config: &EngineConfig, checkpoint: &Checkpoint) -> Vec<Engine
     always.into_iter().chain(optional.into_iter().filter(|(on, _)| *on).map(|(_, feature)| feature)).collect()
 }
 
-/// Decides dtype, context and the byte budget, and refuses what cannot fit before any weight is read.
-fn decide_sizes(
-    config: &EngineConfig,
-    spec: &ModelSpec,
-    backend: &CpuBackend,
-    notes: &mut Vec<String>,
-) -> Result<Sizes, EngineError> {
-    let (dtype, dtype_name) = match config.dtype {
-        DType::Auto | DType::BFloat16 => (StorageType::Bf16, "bfloat16"),
-        DType::Float32 => (StorageType::F32, "float32"),
-        DType::Float16 => (StorageType::F32, "float16 (computed in float32)"),
-    };
-    let context = config.max_model_len.unwrap_or(spec.max_position_embeddings);
-    let whole_prompts = if config.enable_chunked_prefill { 1 } else { context };
-    let max_rows =
-        config.max_num_batched_tokens.unwrap_or(DEFAULT_BATCHED_TOKENS.max(config.max_num_seqs).max(whole_prompts));
-    let weights = packed_bytes(spec, dtype);
-    // The context and the number of blocks are at most these: what is left depends on what is needed here.
-    let limits = limits_for(config, max_rows, context, u32::MAX as usize / config.block_size);
-    let working = working_bytes(backend, spec, &limits, dtype);
-    let needed = weights.saturating_add(working);
-    let free = memory::available_bytes().unwrap_or(u64::MAX);
-    if needed > free {
-        return Err(EngineError::Model(manylora_model::ModelError::DoesNotFit {
-            needed,
-            available: free,
-            message: format!(
-                "weights in {dtype_name} ({weights} bytes) and the working memory of {max_rows} rows ({working} bytes); use \
-                 a smaller model, dtype bfloat16, a smaller max_num_batched_tokens, or a bigger machine"
-            ),
-        }));
-    }
-    let number = match dtype {
-        StorageType::Bf16 | StorageType::F16 => NumberFormat::Bf16,
-        StorageType::F32 => NumberFormat::F32,
-    };
-    let dimensions = dimensions(spec);
-    let block_bytes = dimensions.kv_block_bytes(config.block_size as u64, number);
-    if context > spec.max_position_embeddings {
-        return Err(EngineError::InvalidArgument(format!(
-            "max_model_len `{context}` is beyond the model's context of {} positions; give a smaller one",
-            spec.max_position_embeddings
-        )));
-    }
-    let ledger_bytes = config.kv_cache_memory_bytes.unwrap_or_else(|| {
-        let sequence = (context.div_ceil(config.block_size) as u64).saturating_mul(block_bytes);
-        let wanted = sequence.saturating_mul(config.max_num_seqs as u64).saturating_add(DEFAULT_ADAPTER_BYTES);
-        wanted.min((free - needed) / DEFAULT_SHARE_OF_FREE)
-    });
-    if ledger_bytes > free - needed {
-        return Err(EngineError::InvalidArgument(format!(
-            "kv_cache_memory_bytes `{ledger_bytes}` and {needed} bytes of weights and working memory are more than the \
-             {free} bytes that are free; lower it"
-        )));
-    }
-    let ledger = Ledger { bytes: ledger_bytes, block_bytes, block_size: config.block_size };
-    let mut max_model_len = context;
-    if ledger.sequence_bytes(context) > ledger_bytes {
-        // A lowered context leaves room for one adapter of the largest rank, so that the shelf is not empty for ever.
-        let adapter = dimensions.adapter_bytes(config.max_lora_rank as u64, &TargetModule::ALL, number);
-        let kept = if config.enable_lora { adapter.min(ledger_bytes / 2) } else { 0 };
-        let fits = ledger.longest_sequence(if config.max_model_len.is_none() { kept } else { 0 });
-        if config.max_model_len.is_some() || fits == 0 {
-            return Err(EngineError::InvalidArgument(format!(
-                "max_model_len `{context}` needs {} bytes of KV cache and there are {ledger_bytes}; at most {fits} tokens \
-                 fit: lower max_model_len or raise kv_cache_memory_bytes",
-                ledger.sequence_bytes(context)
-            )));
-        }
-        max_model_len = fits;
-        notes.push(format!(
-            "max_model_len lowered from {context} to {fits}: {ledger_bytes} bytes of KV cache hold no more"
-        ));
-    }
-    let blocks = ledger.blocks_beside(0).min(u32::MAX as usize / config.block_size);
-    Ok(Sizes { max_rows, dtype, dtype_name, block_bytes, ledger_bytes, blocks, max_model_len })
-}
-
-fn dimensions(spec: &ModelSpec) -> ModelDimensions {
-    ModelDimensions {
-        layers: spec.layers as u64,
-        hidden: spec.hidden_size as u64,
-        intermediate: spec.intermediate_size as u64,
-        heads: spec.heads as u64,
-        kv_heads: spec.kv_heads as u64,
-        head_dim: spec.head_dim as u64,
-        vocabulary: spec.vocab_size as u64,
-        tied: spec.tied,
-        attention_bias: spec.qkv_bias,
-        head_norm: spec.qk_norm,
-    }
-}
-
-fn decoder_limits(config: &EngineConfig, sizes: &Sizes) -> DecoderLimits {
-    limits_for(config, sizes.max_rows, sizes.max_model_len, sizes.blocks)
-}
-
-fn limits_for(config: &EngineConfig, max_rows: usize, max_position: usize, blocks: usize) -> DecoderLimits {
-    // One entry per row is the common case.
-    let (max_entries, max_rank) =
-        if config.enable_lora { (max_rows, config.max_lora_rank.min(MAX_RANK)) } else { (0, 0) };
-    DecoderLimits {
-        max_rows,
-        max_logit_rows: config.max_num_seqs.min(max_rows),
-        max_position,
-        block_size: config.block_size,
-        blocks,
-        max_entries,
-        max_rank,
-    }
-}
-
-fn core_config(config: &EngineConfig, sizes: &Sizes, loader_threads: usize, base_digest: Digest) -> CoreConfig {
-    CoreConfig {
-        max_num_seqs: config.max_num_seqs,
-        max_num_batched_tokens: sizes.max_rows,
-        max_model_len: sizes.max_model_len,
-        block_size: config.block_size,
-        block_bytes: sizes.block_bytes,
-        ledger_bytes: sizes.ledger_bytes,
-        enable_prefix_caching: config.enable_prefix_caching,
-        enable_chunked_prefill: config.enable_chunked_prefill,
-        policy: config.scheduling_policy,
-        max_loras: config.max_loras,
-        max_cpu_loras: config.max_cpu_loras,
-        lora_memory: config.lora_memory_bytes.map_or(LoraMemory::Elastic, LoraMemory::Bytes),
-        eviction: config.lora_eviction,
-        base_digest,
-        max_deferred_steps: config.max_deferred_steps,
-        // One that is read and one that is next, for each thread.
-        max_loading: Some(2 * loader_threads),
-    }
-}
-
 fn spawn(assembled: Assembled) -> Result<(EngineHandle, Vec<JoinHandle<()>>), EngineError> {
     let Assembled { shared, mut worker, jobs, discarded, loader_threads } = assembled;
     let jobs = Arc::new(Mutex::new(jobs));
+    let reader = shared.reader()?;
     let mut threads = (0..loader_threads)
         .map(|_| {
-            let (jobs, commands, reader) = (Arc::clone(&jobs), shared.commands.clone(), shared.reader.clone());
+            let (jobs, commands, reader) = (Arc::clone(&jobs), shared.commands.clone(), reader.clone());
             thread("manylora-loader", move || loader::run(&jobs, &commands, &reader))
         })
         .collect::<Result<Vec<_>, _>>()?;
-    drop(jobs);
+    drop((jobs, reader));
     // Gives the memory of adapters back as they come.
     threads.push(thread("manylora-discard", move || discarded.into_iter().for_each(drop))?);
-    let stopped = Arc::clone(&shared.stopped);
+    let (stopped, reader) = (Arc::clone(&shared.stopped), Arc::clone(&shared.reader));
     let engine = thread("manylora-engine", move || {
         // A panic here is a bug; callers still get an error that names it instead of waiting for ever.
         let why = match catch_unwind(AssertUnwindSafe(|| worker.run())) {
@@ -433,6 +384,9 @@ fn spawn(assembled: Assembled) -> Result<(EngineHandle, Vec<JoinHandle<()>>), En
         };
         worker.close(&why);
         let _ = stopped.set(why);
+        // Handles may stay for long; the device's memory must not.
+        drop(worker);
+        reader.lock().unwrap_or_else(PoisonError::into_inner).take();
     })?;
     threads.insert(0, engine);
     Ok((EngineHandle { shared: Arc::new(shared) }, threads))

@@ -57,11 +57,11 @@ fn decoding(park_threads: bool) -> (Worker, EngineHandle, Vec<RequestStream>) {
     for name in names {
         let source = AdapterSource::directory(name, oracle.join("adapters").join(name));
         let (reply, answer) = sync_channel(1);
-        let order = handle.shared.reader.inspect(&source).expect("an adapter");
+        let order = handle.shared.reader().expect("a reader").inspect(&source).expect("an adapter");
         worker.handle(Command::Shelve(vec![Order { replies: vec![reply], ..order }]));
         // This thread is the loader, too.
         let job = jobs.try_recv().expect("the read is ordered");
-        worker.handle(handle.shared.reader.carry_out(job));
+        worker.handle(handle.shared.reader().expect("a reader").carry_out(job));
         answer.try_recv().expect("an answer").expect("registered");
     }
     let params = SamplingParams {

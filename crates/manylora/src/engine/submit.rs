@@ -143,6 +143,13 @@ fn resolve(shared: &Shared, adapters: &[AdapterSelection]) -> Result<Vec<(Adapte
             adapters[0].name
         )));
     }
+    if let Some(most) = shared.info.max_composed.filter(|&most| adapters.len() > most) {
+        return Err(EngineError::InvalidArgument(format!(
+            "a request names `{}` adapters and can compose up to {most} on {}",
+            adapters.len(),
+            shared.info.device
+        )));
+    }
     adapters
         .iter()
         .map(|adapter| {

@@ -178,6 +178,7 @@ impl Worker {
             loaded_bytes: self.library.loaded_bytes,
             streamed_bytes: self.streamed_bytes,
             steps: self.steps,
+            device_memory: self.runner.memory_use().map(Into::into),
         }
     }
 

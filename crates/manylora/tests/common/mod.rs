@@ -17,7 +17,7 @@ use std::path::PathBuf;
 
 use manylora::engine::Logits;
 use manylora::model::adapter::MemoryTensor;
-use manylora::{AdapterSource, DType, Engine, EngineConfig, EngineHandle, GenerateRequest, SamplingParams};
+use manylora::{AdapterSource, DType, Device, Engine, EngineConfig, EngineHandle, GenerateRequest, SamplingParams};
 use safetensors::SafeTensors;
 
 pub use harness::{NEAR_TIE, Oracle, TOLERANCE, oracle_root, positions};
@@ -25,6 +25,7 @@ pub use harness::{NEAR_TIE, Oracle, TOLERANCE, oracle_root, positions};
 /// An engine on a base of the oracle: f32, small steps, a KV cache of 256 blocks unless `configure` says otherwise.
 pub fn engine(oracle: &Oracle, configure: impl FnOnce(&mut EngineConfig)) -> Engine {
     let mut config = EngineConfig::new(oracle.base_folder());
+    config.device = Device::Cpu;
     config.dtype = DType::Float32;
     config.max_lora_rank = 64;
     config.max_num_seqs = 16;

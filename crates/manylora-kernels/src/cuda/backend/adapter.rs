@@ -5,15 +5,18 @@
 //! A `[rank][input]` (the embedding's `[vocabulary][rank rounded up to 8]`), B `[output][rank rounded up to 8]`, each at
 //! a multiple of 16 bytes.
 
+use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::super::arena::{Arena, DeviceSlice, Holding};
 use super::super::error::CudaError;
 use super::super::free_list::granules;
 use super::super::memory::DevicePointer;
-use super::super::staging::{Upload, Uploader};
 use super::super::stream::Stream;
+use super::CudaBackend;
 use super::buffer::rounded;
+use super::region::Blob;
 use crate::backend::{AdapterTable, FactorFeed, FactorType, FillFactors, PackedAdapter, StorageType, StoredFactor};
 use crate::error::KernelError;
 use crate::site::{Module, Site, SiteShape};
@@ -56,32 +59,28 @@ pub(super) fn adapter_bytes(sites: &[SiteShape], all: usize) -> usize {
 /// An adapter as the kernels read it.
 #[derive(Debug)]
 pub struct CudaAdapter {
-    memory: DeviceSlice<u8>,
-    upload: Upload,
-    /// Never given twice: what a slot holds is told by it.
-    id: u64,
+    blob: Arc<Blob>,
     pub(super) touched: u16,
     pub(super) largest_rank: usize,
 }
 
 impl PackedAdapter for CudaAdapter {
     fn bytes(&self) -> usize {
-        self.memory.taken()
+        self.blob.bytes()
     }
 }
 
 impl CudaAdapter {
     /// See [`crate::Backend::pack_adapter`].
     pub(super) fn pack(
-        arena: &Arena,
-        uploader: &Uploader,
+        backend: &CudaBackend,
         sites: &[SiteShape],
         all: usize,
         dtype: StorageType,
         fill: &mut FillFactors<'_>,
     ) -> Result<Self, KernelError> {
         let (mut a, mut b) = (Vec::new(), Vec::new());
-        Self::pack_stored(arena, uploader, sites, all, dtype, &mut |sink| {
+        Self::pack_stored(backend, sites, all, dtype, &mut |sink| {
             for index in 0..sites.len() {
                 fill(index, &mut a, &mut b)?;
                 let bytes = |values: &[f32]| values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>();
@@ -95,8 +94,7 @@ impl CudaAdapter {
 
     /// See [`crate::Backend::pack_stored_adapter`].
     pub(super) fn pack_stored(
-        arena: &Arena,
-        uploader: &Uploader,
+        backend: &CudaBackend,
         sites: &[SiteShape],
         all: usize,
         dtype: StorageType,
@@ -104,7 +102,6 @@ impl CudaAdapter {
     ) -> Result<Self, KernelError> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         check(sites, all)?;
-        let mut memory = arena.allocate::<u8>(Holding::Adapters, "an adapter", adapter_bytes(sites, all))?;
         let mut blob = vec![0u8; table_bytes(all) + sites.iter().map(factor_bytes).map(|(a, b)| a + b).sum::<usize>()];
         let mut places = Vec::with_capacity(sites.len());
         let mut next = table_bytes(all);
@@ -148,12 +145,14 @@ impl CudaAdapter {
         if let Some(index) = packed.iter().position(|packed| !packed) {
             return Err(KernelError::Source(format!("site `{}` got no factors", sites[index].site.0)));
         }
+        // Not before all was read, which may take long: until it is uploaded nobody can move it.
+        let mut memory = backend.place_adapter(adapter_bytes(sites, all))?;
         write_table(&mut blob, sites, &places, all, memory.pointer());
-        let upload = uploader.upload(&mut memory, 0, &blob)?;
+        let upload = backend.uploader.upload(&mut memory, 0, &blob)?;
+        let id = NEXT.fetch_add(1, Ordering::Relaxed);
+        let factors = sites.iter().zip(&places).map(|(shape, (a, b, _))| (shape.site.0, *a, *b)).collect();
         Ok(Self {
-            memory,
-            upload,
-            id: NEXT.fetch_add(1, Ordering::Relaxed),
+            blob: backend.adapters.settle(memory, upload, id, (factors, all)),
             touched: sites.iter().fold(0, |all, shape| all | touched(shape.site)),
             largest_rank: sites.iter().map(|shape| shape.rank as usize).max().unwrap_or(0),
         })
@@ -232,34 +231,82 @@ fn transpose(values: &[f32], input: usize, padded: usize, dtype: StorageType, ou
     }
 }
 
-/// The table on the card, and what each slot of it holds.
+/// Copies an adapter's rows to their place in the four columns of the table.
+fn write_row(
+    columns: &mut [DeviceSlice<u8>; 4],
+    sites: usize,
+    stream: &Stream,
+    row: usize,
+    source: &DeviceSlice<u8>,
+) -> Result<(), CudaError> {
+    let mut from = 0;
+    for (column, width) in columns.iter_mut().zip(ENTRY_BYTES) {
+        let bytes = sites * width;
+        column.copy_from(stream, row * bytes, source, from..from + bytes)?;
+        from += bytes;
+    }
+    Ok(())
+}
+
+/// The table on the card. Its rows are for the adapters of a step, whatever their slots: as many as a step can have, so that
+/// how many are resident costs nothing here.
 #[derive(Debug)]
 pub(super) struct DeviceTable {
-    /// Addresses of A and B, ranks, scales: `[slots][sites]` each.
+    /// Addresses of A and B, ranks, scales: `[rows][sites]` each.
     columns: [DeviceSlice<u8>; 4],
     empty: DeviceSlice<u8>,
     sites: usize,
-    /// The adapter in each slot; 0: none.
-    held: Vec<u64>,
+    /// The adapter in each row, and the step that used it last.
+    held: Vec<(u64, u64)>,
+    row_of: HashMap<u64, usize>,
+    /// The row of each slot that the step refers to.
+    places: Vec<u32>,
+    step: u64,
 }
 
+/// Bytes of a table.
+pub(super) fn device_table_bytes(sites: usize, rows: usize) -> usize {
+    ENTRY_BYTES.iter().map(|width| granules(rows * sites * width)).sum::<usize>() + granules(table_bytes(sites))
+}
+
+/// In place of an adapter's number: what no adapter has.
+const NOTHING: u64 = u64::MAX;
+
 impl DeviceTable {
-    pub(super) fn new(arena: &Arena, stream: &Stream, sites: usize, slots: usize) -> Result<Self, CudaError> {
+    pub(super) fn new(arena: &Arena, stream: &Stream, sites: usize, rows: usize) -> Result<Self, CudaError> {
         let zeroed = |bytes: usize| -> Result<DeviceSlice<u8>, CudaError> {
             let mut memory = arena.allocate(Holding::Adapters, "the table of adapters", bytes)?;
             memory.fill_zero(stream)?;
             Ok(memory)
         };
-        let [a, b, ranks, scales] = ENTRY_BYTES.map(|width| zeroed(slots * sites * width));
-        Ok(Self { columns: [a?, b?, ranks?, scales?], empty: zeroed(table_bytes(sites))?, sites, held: vec![0; slots] })
+        let [a, b, ranks, scales] = ENTRY_BYTES.map(|width| zeroed(rows * sites * width));
+        Ok(Self {
+            columns: [a?, b?, ranks?, scales?],
+            empty: zeroed(table_bytes(sites))?,
+            sites,
+            held: vec![(NOTHING, 0); rows],
+            row_of: HashMap::with_capacity(rows),
+            places: Vec::new(),
+            step: 0,
+        })
     }
 
-    /// Slots it has room for.
-    pub(super) fn slots(&self) -> usize {
+    /// Adapters that it has room for.
+    pub(super) fn rows(&self) -> usize {
         self.held.len()
     }
 
-    /// Lets what is queued on `stream` from now on find the adapter of `slot`.
+    /// The row of each slot that was provided since the step began.
+    pub(super) fn places(&self) -> &[u32] {
+        &self.places
+    }
+
+    /// A step begins: rows that only earlier ones used may be given to others.
+    pub(super) fn begin(&mut self) {
+        self.step += 1;
+    }
+
+    /// Lets what is queued on `stream` from now on find the adapter of `slot`. A step provides no more than there are rows.
     pub(super) fn provide(
         &mut self,
         stream: &Stream,
@@ -267,22 +314,45 @@ impl DeviceTable {
         adapters: &AdapterTable<CudaAdapter>,
     ) -> Result<(), CudaError> {
         let adapter = adapters.get(slot);
-        let (slot, id) = (slot as usize, adapter.map_or(0, |adapter| adapter.id));
-        if self.held[slot] == id {
-            return Ok(());
+        let (slot, id) = (slot as usize, adapter.map_or(0, |adapter| adapter.blob.id));
+        let row = match self.row_of.get(&id) {
+            Some(&row) => row,
+            None => self.fill(stream, id, adapter)?,
+        };
+        self.held[row].1 = self.step;
+        if slot >= self.places.len() {
+            self.places.resize(slot + 1, 0);
         }
-        if let Some(adapter) = adapter {
-            adapter.upload.before(stream)?;
-        }
-        let source = adapter.map_or(&self.empty, |adapter| &adapter.memory);
-        let mut from = 0;
-        for (column, width) in self.columns.iter_mut().zip(ENTRY_BYTES) {
-            let bytes = self.sites * width;
-            column.copy_from(stream, slot * bytes, source, from..from + bytes)?;
-            from += bytes;
-        }
-        self.held[slot] = id;
+        self.places[slot] = row as u32;
         Ok(())
+    }
+
+    /// Puts an adapter in the row that was used longest ago.
+    fn fill(&mut self, stream: &Stream, id: u64, adapter: Option<&CudaAdapter>) -> Result<usize, CudaError> {
+        let oldest = self.held.iter().enumerate().min_by_key(|(_, (_, step))| *step);
+        let row = oldest.map_or(0, |(row, _)| row);
+        self.row_of.remove(&self.held[row].0);
+        // Until all of it is queued.
+        self.held[row].0 = NOTHING;
+        match adapter {
+            Some(adapter) => {
+                adapter.blob.upload.before(stream)?;
+                let (columns, sites) = (&mut self.columns, self.sites);
+                adapter.blob.with(|memory| write_row(columns, sites, stream, row, memory)).transpose()?;
+            }
+            None => write_row(&mut self.columns, self.sites, stream, row, &self.empty)?,
+        }
+        self.held[row].0 = id;
+        self.row_of.insert(id, row);
+        Ok(row)
+    }
+
+    /// An adapter lies elsewhere from now on: its row, if it has one, is written anew.
+    pub(super) fn moved(&mut self, stream: &Stream, id: u64, memory: &DeviceSlice<u8>) -> Result<(), CudaError> {
+        match self.row_of.get(&id) {
+            Some(&row) => write_row(&mut self.columns, self.sites, stream, row, memory),
+            None => Ok(()),
+        }
     }
 
     pub(super) fn a_pointers(&self) -> DevicePointer<u64> {

@@ -163,7 +163,7 @@ impl RowBlock {
         stream: &Stream,
         batch: &StepBatch,
         items: &AttentionItems,
-        s_stride: usize,
+        (s_stride, places): (usize, &[u32]),
     ) -> Result<(), CudaError> {
         let rows = batch.rows();
         self.choose(rows, batch.adapters.entries().len());
@@ -181,7 +181,7 @@ impl RowBlock {
             copy(&mut writer, *section, column.iter().copied())?;
         }
         copy(&mut writer, sections.tables, batch.block_tables.iter().copied())?;
-        (self.tiles, self.first_tiles) = write_plan(&mut writer, &sections, &batch.adapters)?;
+        (self.tiles, self.first_tiles) = write_plan(&mut writer, &sections, &batch.adapters, places)?;
         let header = writer.section(sections.header)?;
         header.fill(0);
         header[HeaderField::Rows as usize] = rows as i32;
@@ -203,13 +203,13 @@ impl RowBlock {
         stream: &Stream,
         rows: &[u32],
         plan: &RowAdapterPlan,
-        s_stride: usize,
+        (s_stride, places): (usize, &[u32]),
     ) -> Result<(), CudaError> {
         self.choose(rows.len(), plan.entries().len());
         let sections = self.sections;
         let mut writer = self.block.begin()?;
         copy(&mut writer, sections.tokens, rows.iter().copied())?;
-        (self.tiles, self.first_tiles) = write_plan(&mut writer, &sections, plan)?;
+        (self.tiles, self.first_tiles) = write_plan(&mut writer, &sections, plan, places)?;
         let header = writer.section(sections.header)?;
         header.fill(0);
         header[HeaderField::Rows as usize] = rows.len() as i32;
@@ -244,18 +244,19 @@ fn copy<T: DeviceElement>(
     Ok(())
 }
 
-/// Returns the number of tiles, and of those of order 0.
+/// Returns the number of tiles, and of those of order 0. `places`: the row of the table that each slot's adapter is in.
 fn write_plan(
     writer: &mut StepWriter<'_>,
     sections: &Sections,
     plan: &RowAdapterPlan,
+    places: &[u32],
 ) -> Result<(usize, usize), CudaError> {
     if plan.is_empty() {
         return Ok((0, 0));
     }
     let entries = plan.entries();
     copy(writer, sections.entry_row, entries.iter().map(|entry| entry.row as i32))?;
-    copy(writer, sections.entry_slot, entries.iter().map(|entry| entry.slot as i32))?;
+    copy(writer, sections.entry_slot, entries.iter().map(|entry| places[entry.slot as usize] as i32))?;
     copy(writer, sections.entry_scale, entries.iter().map(|entry| entry.scale))?;
     let (row_first, row_entries) = plan.row_index();
     copy(writer, sections.row_first, row_first.iter().map(|&first| first as i32))?;
@@ -265,7 +266,7 @@ fn write_plan(
     for segment in plan.segments() {
         let (first, count) = (segment.first as usize, segment.count as usize);
         for start in (0..count).step_by(TILE) {
-            writer.section(sections.tile_slot)?[tiles] = segment.slot as i32;
+            writer.section(sections.tile_slot)?[tiles] = places[segment.slot as usize] as i32;
             writer.section(sections.tile_first)?[tiles] = (first + start) as i32;
             writer.section(sections.tile_count)?[tiles] = (count - start).min(TILE) as i32;
             tiles += 1;

@@ -9,6 +9,7 @@ use super::super::memory::DevicePointer;
 use super::CudaBackend;
 use super::adapter::touched;
 use super::buffer::{CudaBuffer, CudaWeight, optional};
+use super::product::Operands;
 use super::step::{PARTS, StepState, bucket, tile_grid};
 use crate::backend::{LinearOutput, LinearPart, RowSet, StorageType};
 use crate::site::Site;
@@ -96,11 +97,18 @@ fn product(
         operands: if backend.dtype == StorageType::F16 { OperandType::F16 } else { OperandType::Bf16 },
         add: first.mode == LinearOutput::Add,
     };
-    let StepState { matmul, stream, .. } = state;
-    let (x, weight) = (input.inputs().cast(), first.weight.pointer.cast());
+    let block = state.rows(input.set);
+    let operands = Operands {
+        header: block.pointer(block.sections.header),
+        count: count_of(input.set),
+        x: input.inputs(),
+        weight: first.weight.pointer,
+        out: out.sums(),
+    };
+    let StepState { products, stream, .. } = state;
     // SAFETY: rows and columns were checked to lie in the buffers, and the parts lie side by side; all start at granules
     // plus multiples of 8 elements.
-    unsafe { matmul.run(stream, shape, x, weight, out.sums()) }
+    unsafe { products.run(stream, shape, &operands) }
 }
 
 /// Adds the deltas of the step's adapters to parts whose sites follow each other.

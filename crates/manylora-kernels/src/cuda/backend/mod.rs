@@ -16,6 +16,9 @@ mod items;
 mod kernels;
 mod kv;
 mod linear;
+mod product;
+mod region;
+mod room;
 mod step;
 
 use std::collections::HashSet;
@@ -25,24 +28,30 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub use adapter::CudaAdapter;
 pub use buffer::{CudaBuffer, CudaVector, CudaWeight};
 pub use kv::CudaKvCache;
+pub use product::ProductChoice;
+pub use room::{
+    StepRoom, activation_bytes, kv_cache_bytes, matrices_bytes, packed_adapter_bytes, step_bytes, vector_bytes,
+};
 
-use super::arena::{Arena, ArenaUsage, Holding};
+use super::arena::{Arena, ArenaUsage, DeviceSlice, Holding};
 use super::device::Device;
 use super::error::CudaError;
 use super::graph::GraphCache;
-use super::matmul::{AlgorithmChoice, Matmul};
+use super::matmul::AlgorithmChoice;
 use super::staging::Uploader;
 use super::stream::Stream;
 use crate::backend::{
     AdapterTable, AttentionShape, Backend, BufferKind, FactorFeed, FillFactors, HeadInputs, KvShape, LinearPart,
-    RowSource, StorageType,
+    MemoryUse, RowSource, StorageType,
 };
 use crate::batch::{RowAdapterPlan, StepBatch};
 use crate::error::KernelError;
 use crate::site::{Site, SiteShape};
 use attention::RopeInputs;
 use kernels::KernelSet;
-use step::{Room, StepState};
+use product::Products;
+use region::AdapterRegion;
+use step::StepState;
 
 /// Chunks of page-locked memory for uploads, and bytes of each.
 const UPLOAD_CHUNKS: usize = 2;
@@ -67,9 +76,11 @@ pub struct CudaOptions {
     pub memory_bytes: usize,
     /// Of these, bytes that only adapters use.
     pub adapter_bytes: usize,
-    /// How base products are computed.
+    /// Who computes base products.
+    pub products: ProductChoice,
+    /// How cuBLASLt computes them.
     pub algorithms: AlgorithmChoice,
-    /// Working memory of base products; None = what the library's maker advises.
+    /// Working memory of cuBLASLt, taken where it is used; None = what its maker advises.
     pub workspace_bytes: Option<usize>,
     /// Folders in which cuBLASLt may lie.
     pub library_folders: Vec<PathBuf>,
@@ -100,6 +111,7 @@ struct Recorded {
 /// The backend that runs on a card.
 #[derive(Debug)]
 pub struct CudaBackend {
+    described: String,
     dtype: StorageType,
     sites: usize,
     shape: (usize, usize, usize),
@@ -110,33 +122,32 @@ pub struct CudaBackend {
     state: Mutex<StepState>,
     kernels: KernelSet,
     uploader: Uploader,
-    adapters: Arena,
+    adapters: AdapterRegion,
     arena: Arena,
     device: Device,
 }
 
 impl CudaBackend {
-    /// Opens a card and reserves its memory.
+    /// Opens a card and reserves its memory. Room for steps is made by [`Backend::reserve`].
     pub fn open(options: CudaOptions) -> Result<Self, KernelError> {
-        let CudaOptions {
-            ordinal,
-            dtype,
-            layers,
-            heads,
-            kv_heads,
-            head_dim,
-            memory_bytes,
-            adapter_bytes,
-            algorithms,
-            workspace_bytes,
-            library_folders,
-            graphs,
-        } = options;
-        let format = match dtype {
-            StorageType::Bf16 => "bf16",
-            StorageType::F16 => "f16",
-            StorageType::F32 => return Err(refused(dtype)),
-        };
+        Self::check(&options)?;
+        let device = Device::open(options.ordinal)?;
+        Self::make(device, options, None)
+    }
+
+    /// Reserves memory on a card that was opened before, with room for steps that is never added to as long as no step needs
+    /// more: the reservation may be exactly what [`step_bytes`] and its like say.
+    pub fn on(device: Device, options: CudaOptions, room: StepRoom) -> Result<Self, KernelError> {
+        Self::check(&options)?;
+        Self::make(device, options, Some(StepRoom { entries: room.entries.max(1), ..room }))
+    }
+
+    /// Refuses formats and heads that the kernels do not take.
+    pub fn check(options: &CudaOptions) -> Result<(), KernelError> {
+        let &CudaOptions { dtype, heads, kv_heads, head_dim, .. } = options;
+        if dtype == StorageType::F32 {
+            return Err(refused(dtype));
+        }
         if head_dim == 0 || !head_dim.is_multiple_of(8) || head_dim > 256 {
             return Err(KernelError::Device(format!(
                 "heads are `{head_dim}` wide and the kernels for cards take multiples of 8 up to 256; use device \"cpu\""
@@ -145,19 +156,40 @@ impl CudaBackend {
         if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
             return Err(KernelError::Device(format!("`{heads}` query heads are no multiple of `{kv_heads}` KV heads")));
         }
-        let device = Device::open(ordinal)?;
+        Ok(())
+    }
+
+    fn make(device: Device, options: CudaOptions, room: Option<StepRoom>) -> Result<Self, KernelError> {
+        let CudaOptions {
+            ordinal: _,
+            dtype,
+            layers,
+            heads,
+            kv_heads,
+            head_dim,
+            memory_bytes,
+            adapter_bytes,
+            products: choice,
+            algorithms,
+            workspace_bytes,
+            library_folders,
+            graphs,
+        } = options;
+        let format = if dtype == StorageType::F16 { "f16" } else { "bf16" };
         let arena = Arena::reserve(device.context(), memory_bytes)?;
-        let adapters = arena.region(Holding::Adapters, "the memory of adapters", adapter_bytes)?;
+        let adapters = AdapterRegion::new(&arena, adapter_bytes)?;
         let uploader = Uploader::new(device.compute(), UPLOAD_CHUNKS, UPLOAD_CHUNK)?;
         let kernels = KernelSet::new(device.kernels(), format, head_dim)?;
-        let workspace = workspace_bytes.unwrap_or_else(|| Matmul::advised_workspace(device.context()));
-        let matmul = Matmul::new(&arena, &library_folders, workspace, algorithms)?;
+        let products =
+            Products::new(&arena, device.kernels(), format, choice, &library_folders, workspace_bytes, algorithms)?;
+        let described = format!("{}, {}", device.describe(), products.describe(choice));
         let sites = Site::count(layers as u32);
         let shape = (heads, kv_heads, head_dim);
-        let state = StepState::new(&arena, device.compute(), matmul, sites, shape)?;
+        let state = StepState::new(&arena, device.compute(), products, sites, shape, room)?;
         let recorded = Recorded { cache: GraphCache::new(device.context())?, warm: HashSet::new() };
         device.compute().synchronize()?;
         Ok(Self {
+            described,
             dtype,
             sites,
             shape,
@@ -195,6 +227,18 @@ impl CudaBackend {
     /// Writes the first rows of a buffer, and waits: for tests and measurements.
     pub fn write(&self, buffer: &mut CudaBuffer, values: &[f32]) -> Result<(), KernelError> {
         Ok(buffer.write(self.device.compute(), values, self.dtype)?)
+    }
+
+    /// Places an adapter, moving others together if need be.
+    fn place_adapter(&self, bytes: usize) -> Result<DeviceSlice<u8>, CudaError> {
+        self.adapters.place(bytes, &|gather| {
+            let mut state = self.state();
+            let gathered = gather.run(self.device.compute(), &mut state.table);
+            if let Err(error) = &gathered {
+                state.broken = Some(error.clone());
+            }
+            gathered
+        })
     }
 
     fn state(&self) -> MutexGuard<'_, StepState> {
@@ -285,7 +329,7 @@ impl Backend for CudaBackend {
     type Adapter = CudaAdapter;
 
     fn describe(&self) -> String {
-        self.device.describe()
+        self.described.clone()
     }
 
     fn buffers(&self, rows: usize, widths: &[usize], kind: BufferKind) -> Result<Vec<CudaBuffer>, KernelError> {
@@ -297,12 +341,12 @@ impl Backend for CudaBackend {
     }
 
     fn reserve(&self, rows: usize, entries: usize, rank: usize, _width: usize) -> Result<(), KernelError> {
-        Ok(self.state().reserve(&self.arena, Room { rows, entries: entries.max(1), rank })?)
+        Ok(self.state().reserve(&self.arena, StepRoom::of_rows(rows, entries, rank))?)
     }
 
     fn reserved_bytes(&self, rows: usize, entries: usize, rank: usize, _width: usize) -> usize {
         let floats = self.state().floats_per_partial();
-        Room { rows, entries: entries.max(1), rank }.bytes(floats)
+        StepRoom::of_rows(rows, entries, rank).bytes(floats)
     }
 
     fn pack_weight(&self, what: &str, source: &dyn RowSource, dtype: StorageType) -> Result<CudaWeight, KernelError> {
@@ -323,6 +367,19 @@ impl Backend for CudaBackend {
         Ok(CudaVector::new(&self.arena, self.device.compute(), values)?)
     }
 
+    fn memory_use(&self) -> Option<MemoryUse> {
+        let (all, adapters) = (self.arena.usage(), self.adapters.usage());
+        let table = all.held(Holding::Adapters) - adapters.capacity;
+        Some(MemoryUse {
+            reserved: all.capacity as u64,
+            weights: all.held(Holding::Weights) as u64,
+            working: (all.held(Holding::Buffers) + table) as u64,
+            kv_cache: all.held(Holding::KvCache) as u64,
+            adapter_room: adapters.capacity as u64,
+            adapters: adapters.held(Holding::Adapters) as u64,
+        })
+    }
+
     fn adapter_bytes(&self, sites: &[SiteShape], _dtype: StorageType) -> usize {
         adapter::adapter_bytes(sites, self.sites)
     }
@@ -339,7 +396,7 @@ impl Backend for CudaBackend {
         fill: &mut FillFactors<'_>,
     ) -> Result<CudaAdapter, KernelError> {
         self.check_dtype(dtype)?;
-        CudaAdapter::pack(&self.adapters, &self.uploader, sites, self.sites, dtype, fill)
+        CudaAdapter::pack(self, sites, self.sites, dtype, fill)
     }
 
     fn pack_stored_adapter(
@@ -349,7 +406,7 @@ impl Backend for CudaBackend {
         feed: &mut FactorFeed<'_>,
     ) -> Result<CudaAdapter, KernelError> {
         self.check_dtype(dtype)?;
-        CudaAdapter::pack_stored(&self.adapters, &self.uploader, sites, self.sites, dtype, feed)
+        CudaAdapter::pack_stored(self, sites, self.sites, dtype, feed)
     }
 
     fn begin_step(&self, batch: &StepBatch, adapters: &AdapterTable<CudaAdapter>) -> Result<(), KernelError> {

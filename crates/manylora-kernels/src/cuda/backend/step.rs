@@ -5,12 +5,13 @@ use std::sync::Arc;
 
 use super::super::arena::{Arena, DeviceSlice, Holding};
 use super::super::error::CudaError;
-use super::super::matmul::Matmul;
 use super::super::staging::Readback;
 use super::super::stream::Stream;
 use super::adapter::{CudaAdapter, DeviceTable};
-use super::block::{Capacity, RowBlock, SMALL_ROWS, TILE};
+use super::block::{Capacity, RowBlock, TILE};
 use super::items::AttentionItems;
+use super::product::Products;
+use super::room::StepRoom;
 use crate::backend::{AdapterTable, RowSet};
 use crate::batch::{RowAdapterPlan, StepBatch};
 
@@ -18,8 +19,8 @@ use crate::batch::{RowAdapterPlan, StepBatch};
 const SHRINK_STRIDE: usize = 128;
 /// Fused parts of one linear call.
 pub(super) const PARTS: usize = 3;
-/// Slots that the table of adapters has room for at first.
-const SLOTS: usize = 64;
+/// Rows that the table of adapters has at first, unless more is asked for.
+pub(super) const SLOTS: usize = 64;
 
 /// Partial results of attention that there is room for: enough blocks for the largest cards.
 pub(super) const PARTIALS: usize = 1024;
@@ -58,7 +59,7 @@ pub(super) struct StepState {
     pub(super) stream: Arc<Stream>,
     /// The first failure of an operation since the step began. Operations after it do nothing.
     pub(super) error: Option<CudaError>,
-    pub(super) matmul: Matmul,
+    pub(super) products: Products,
     pub(super) batch: RowBlock,
     pub(super) samples: RowBlock,
     pub(super) table: DeviceTable,
@@ -66,72 +67,53 @@ pub(super) struct StepState {
     pub(super) partials: DeviceSlice<f32>,
     pub(super) greedy: DeviceSlice<u32>,
     pub(super) fetched: Readback<u32>,
+    /// Why no step can run any more: adapters were lost while they were moved.
+    pub(super) broken: Option<CudaError>,
     /// Recorded steps have addresses of memory that was replaced.
     pub(super) moved: bool,
     items: AttentionItems,
     pub(super) group: usize,
     sites: usize,
     floats_per_partial: usize,
-}
-
-/// What steps need room for.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Room {
-    pub(super) rows: usize,
-    pub(super) entries: usize,
-    pub(super) rank: usize,
-}
-
-impl Room {
-    fn batch(&self) -> Capacity {
-        // A context of some thousand positions for each row; more is made when it is needed.
-        Capacity { rows: self.rows, entries: self.entries, partials: PARTIALS, tables: 64 * self.rows.min(SMALL_ROWS) }
-    }
-
-    fn samples(&self) -> Capacity {
-        Capacity { rows: self.rows, entries: self.entries, partials: 0, tables: 0 }
-    }
-
-    fn shrunk(&self) -> usize {
-        self.entries * PARTS * shrink_stride(self.rank)
-    }
-
-    /// Bytes of all that [`StepState::reserve`] makes.
-    pub(super) fn bytes(&self, floats_per_partial: usize) -> usize {
-        let granules = super::super::free_list::granules;
-        RowBlock::bytes(self.batch())
-            + RowBlock::bytes(self.samples())
-            + granules(self.shrunk() * size_of::<f32>())
-            + granules(PARTIALS * floats_per_partial * size_of::<f32>())
-            + granules(self.rows * size_of::<u32>())
-    }
+    /// What was asked for at the start.
+    room: Option<StepRoom>,
 }
 
 impl StepState {
     pub(super) fn new(
         arena: &Arena,
         stream: &Arc<Stream>,
-        matmul: Matmul,
+        products: Products,
         sites: usize,
         (heads, kv_heads, head_dim): (usize, usize, usize),
+        wanted: Option<StepRoom>,
     ) -> Result<Self, CudaError> {
-        let room = Room { rows: 1, entries: 1, rank: 1 };
+        let floats_per_partial = partial_floats(heads, head_dim);
+        // Room that is known from the start is made in one go, so that nothing is replaced and no holes are left.
+        let room = wanted.unwrap_or_else(|| StepRoom::of_rows(1, 1, 1));
+        let batch = if wanted.is_some() { room.batch() } else { Capacity { partials: 0, ..room.batch() } };
+        let (shrunk, partials, greedy) = match wanted {
+            Some(room) => (room.shrunk(), PARTIALS * floats_per_partial, room.rows),
+            None => (1, 1, 1),
+        };
         Ok(Self {
             stream: Arc::clone(stream),
             error: None,
-            matmul,
-            batch: RowBlock::new(arena, Capacity { partials: 0, ..room.batch() })?,
+            products,
+            batch: RowBlock::new(arena, batch)?,
             samples: RowBlock::new(arena, room.samples())?,
-            table: DeviceTable::new(arena, stream, sites, SLOTS)?,
-            shrunk: arena.allocate(Holding::Buffers, "results of shrinking", 1)?,
-            partials: arena.allocate(Holding::Buffers, "partial results of attention", 1)?,
-            greedy: arena.allocate(Holding::Buffers, "greedy tokens", 1)?,
-            fetched: Readback::new(arena.context(), 1)?,
+            table: DeviceTable::new(arena, stream, sites, room.adapters)?,
+            shrunk: arena.allocate(Holding::Buffers, "results of shrinking", shrunk)?,
+            partials: arena.allocate(Holding::Buffers, "partial results of attention", partials)?,
+            greedy: arena.allocate(Holding::Buffers, "greedy tokens", greedy)?,
+            fetched: Readback::new(arena.context(), greedy)?,
+            broken: None,
             moved: false,
             items: AttentionItems::default(),
             group: heads / kv_heads.max(1),
             sites,
-            floats_per_partial: partial_floats(heads, head_dim),
+            floats_per_partial,
+            room: wanted,
         })
     }
 
@@ -140,7 +122,10 @@ impl StepState {
     }
 
     /// Makes room for such steps, where there is less.
-    pub(super) fn reserve(&mut self, arena: &Arena, room: Room) -> Result<(), CudaError> {
+    pub(super) fn reserve(&mut self, arena: &Arena, room: StepRoom) -> Result<(), CudaError> {
+        if self.room.is_some_and(|had| had.covers(&room)) {
+            return Ok(());
+        }
         self.grow_block(arena, RowSet::Batch, room.batch())?;
         self.grow_block(arena, RowSet::Samples, room.samples())?;
         self.grow_shrunk(arena, room.shrunk())?;
@@ -193,6 +178,9 @@ impl StepState {
         adapters: &AdapterTable<CudaAdapter>,
     ) -> Result<(), CudaError> {
         self.error = None;
+        if let Some(error) = &self.broken {
+            return Err(error.clone());
+        }
         let wanted = Capacity {
             rows: batch.rows(),
             entries: batch.adapters.entries().len(),
@@ -203,7 +191,7 @@ impl StepState {
         let (touched, s_stride) = self.provide(arena, &batch.adapters, adapters)?;
         self.items.list(batch, self.group, self.batch.capacity().partials);
         self.batch.touched = touched;
-        self.batch.send_step(&self.stream, batch, &self.items, s_stride)
+        self.batch.send_step(&self.stream, batch, &self.items, (s_stride, self.table.places()))
     }
 
     /// See [`crate::Backend::begin_samples`].
@@ -219,7 +207,7 @@ impl StepState {
         self.grow_block(arena, RowSet::Samples, doubled(wanted, self.samples.capacity()))?;
         let (touched, s_stride) = self.provide(arena, plan, adapters)?;
         self.samples.touched = touched;
-        self.samples.send_samples(&self.stream, rows, plan, s_stride)
+        self.samples.send_samples(&self.stream, rows, plan, (s_stride, self.table.places()))
     }
 
     /// Puts the plan's adapters into the table, makes room for their shrink results, and says what they touch.
@@ -230,12 +218,13 @@ impl StepState {
         adapters: &AdapterTable<CudaAdapter>,
     ) -> Result<(u16, usize), CudaError> {
         let (mut touched, mut rank) = (0, 0);
-        let slots = plan.segments().iter().map(|segment| segment.slot as usize + 1).max().unwrap_or(0);
-        if slots > self.table.slots() {
+        let most = plan.segments().len();
+        if most > self.table.rows() {
             self.stream.synchronize()?;
-            self.table = DeviceTable::new(arena, &self.stream, self.sites, slots.next_power_of_two())?;
+            self.table = DeviceTable::new(arena, &self.stream, self.sites, most.next_power_of_two())?;
             self.moved = true;
         }
+        self.table.begin();
         for segment in plan.segments() {
             self.table.provide(&self.stream, segment.slot, adapters)?;
             if let Some(adapter) = adapters.get(segment.slot) {

@@ -1,0 +1,249 @@
+//! A card as the engine's device: whether it can be used, and how its memory is divided.
+//!
+//! The engine may take a share of the card's memory (`gpu_memory_utilization`). Out of that one budget come what the driver
+//! takes (its context, code, recorded steps), weights, working memory, KV blocks and adapters. All but the driver's is one
+//! reservation, which the sizes here fill to the byte. What weights and working memory leave is split between KV blocks
+//! and adapters once; neither ever gets the other's.
+
+use std::sync::Arc;
+
+use manylora_core::budget::{Ledger, NumberFormat};
+use manylora_kernels::cuda::{
+    self, AlgorithmChoice, CudaBackend, CudaError, CudaOptions, Matmul, ProductChoice, StepRoom,
+};
+use manylora_kernels::{KernelError, StorageType};
+use manylora_model::decoder::{DecoderLimits, buffer_groups, kv_shape, rotary_table_len, weight_groups};
+use manylora_model::{ModelError, ModelSpec};
+
+use super::device::Unusable;
+use super::sizes::{self, Sizes};
+use super::startup::CardMemory;
+use crate::config::{DType, EngineConfig};
+use crate::error::EngineError;
+
+/// Adapters that one request can compose on a card: what a step has working memory for.
+const MOST_COMPOSED: usize = 8;
+/// One part in so many of a card's memory is left to the driver's context, code and recorded steps, up to a limit.
+const DRIVER_SHARE: u64 = 40;
+const DRIVER_LIMIT: u64 = 1 << 30;
+/// Adapters get one part in so many of what weights and working memory leave, when nothing is said.
+const ADAPTER_SHARE: u64 = 4;
+
+/// A card that can compute.
+pub(super) struct Card {
+    device: cuda::Device,
+    options: CudaOptions,
+    dtype_name: &'static str,
+}
+
+/// A part of the reservation: whole granules, rounded down.
+const fn whole(bytes: u64) -> u64 {
+    bytes / cuda::GRANULE as u64 * cuda::GRANULE as u64
+}
+
+/// Opens a card for a model.
+pub(super) fn open(config: &EngineConfig, spec: &ModelSpec, ordinal: usize) -> Result<Card, Unusable> {
+    let refused = |error: KernelError| Unusable { error: error.into(), surprising: true };
+    let (dtype, dtype_name) = match config.dtype {
+        DType::Auto | DType::BFloat16 => (StorageType::Bf16, "bfloat16"),
+        DType::Float16 => (StorageType::F16, "float16"),
+        DType::Float32 => (StorageType::F32, "float32"),
+    };
+    // Of cuBLASLt's algorithms none promises the same bits for any number of rows.
+    let products = if config.batch_invariant { ProductChoice::Own } else { ProductChoice::Auto };
+    let mut options = CudaOptions {
+        ordinal,
+        dtype,
+        layers: spec.layers,
+        heads: spec.heads,
+        kv_heads: spec.kv_heads,
+        head_dim: spec.head_dim,
+        memory_bytes: 0,
+        adapter_bytes: 0,
+        products,
+        algorithms: AlgorithmChoice::Fastest,
+        workspace_bytes: None,
+        library_folders: config.cuda_library_folders.clone(),
+        graphs: !config.enforce_eager,
+    };
+    // The card first: without one, what it could store is beside the point.
+    let device = cuda::Device::open(ordinal).map_err(|error| {
+        let surprising = !matches!(error, CudaError::NoDriver { .. } | CudaError::NoDevice { .. });
+        Unusable { error: KernelError::from(error).into(), surprising }
+    })?;
+    let library = products.library(&options.library_folders).map_err(|error| refused(error.into()))?;
+    CudaBackend::check(&options).map_err(refused)?;
+    for (what, width) in
+        [("hidden size", spec.hidden_size), ("intermediate size", spec.intermediate_size), ("heads", spec.q_width())]
+    {
+        if !width.is_multiple_of(8) {
+            return Err(refused(KernelError::Device(format!(
+                "the model's {what} is `{width}` wide and the kernels for cards take multiples of 8; use device \"cpu\""
+            ))));
+        }
+    }
+    options.workspace_bytes = Some(library.map_or(0, |_| Matmul::advised_workspace(device.context())));
+    Ok(Card { device, options, dtype_name })
+}
+
+impl Card {
+    /// For people: `cuda:0`.
+    pub(super) fn name(&self) -> String {
+        format!("cuda:{}", self.options.ordinal)
+    }
+
+    /// Room for steps of these limits.
+    fn room(config: &EngineConfig, limits: &DecoderLimits) -> StepRoom {
+        let sequences = config.max_num_seqs.min(limits.max_rows);
+        let distinct = sequences.min(config.max_loras.unwrap_or(usize::MAX));
+        StepRoom {
+            rows: limits.max_rows,
+            entries: limits.max_entries,
+            rank: limits.max_rank,
+            block_tables: sequences * limits.max_position.div_ceil(limits.block_size),
+            adapters: if limits.max_entries == 0 { 1 } else { distinct * MOST_COMPOSED },
+        }
+    }
+
+    /// Bytes of working memory for steps of these limits, the rotary tables included.
+    fn working_bytes(&self, config: &EngineConfig, spec: &ModelSpec, limits: &DecoderLimits) -> u64 {
+        let activations: usize = buffer_groups(spec, limits)
+            .iter()
+            .map(|(rows, widths, kind)| cuda::activation_bytes(*rows, widths, *kind))
+            .sum();
+        let tables = 2 * cuda::vector_bytes(rotary_table_len(spec, limits));
+        let products = cuda::granules(self.options.workspace_bytes.unwrap_or_default());
+        let steps = cuda::step_bytes(&Self::room(config, limits), spec.layers, spec.heads, spec.head_dim);
+        [activations, tables, products, steps].into_iter().fold(0u64, |sum, bytes| sum.saturating_add(bytes as u64))
+    }
+
+    /// Divides the card's memory.
+    pub(super) fn divide(
+        &self,
+        config: &EngineConfig,
+        spec: &ModelSpec,
+        notes: &mut Vec<String>,
+    ) -> Result<(Sizes, CardMemory), EngineError> {
+        let memory = self.device.context().memory().map_err(KernelError::from)?;
+        let (total, free) = (memory.total as u64, memory.free as u64);
+        let name = self.name();
+        let utilization = config.gpu_memory_utilization;
+        let budget_bytes = (total as f64 * utilization) as u64;
+        if budget_bytes > free {
+            return Err(EngineError::InvalidArgument(format!(
+                "gpu_memory_utilization `{utilization}` asks for {budget_bytes} of {name}'s {total} bytes, and {free} are \
+                 free (others, and the driver itself, have the rest); lower it, or end what else runs on the card"
+            )));
+        }
+        let driver_bytes = (total / DRIVER_SHARE).min(DRIVER_LIMIT);
+        let groups = weight_groups(spec);
+        let matrices: usize = groups.matrices.iter().map(|group| cuda::matrices_bytes(group)).sum();
+        let vectors: usize = groups.vectors.iter().map(|&len| cuda::vector_bytes(len)).sum();
+        let weight_bytes = (matrices + vectors) as u64;
+        let block_bytes = sizes::dimensions(spec).kv_block_bytes(config.block_size as u64, NumberFormat::Bf16);
+
+        let context = sizes::context(config, spec)?;
+        let max_rows = sizes::max_rows(config, context);
+        // A context that has to be lowered needs less working memory: the second round gives the difference to KV blocks.
+        let mut max_model_len = context;
+        let mut rounds = 0;
+        loop {
+            let limits = sizes::limits_for(config, max_rows, max_model_len, u32::MAX as usize / config.block_size);
+            let limits = DecoderLimits { max_entries: limits.max_entries * MOST_COMPOSED, ..limits };
+            let working_bytes = self.working_bytes(config, spec, &limits);
+            let needed = driver_bytes.saturating_add(weight_bytes).saturating_add(working_bytes);
+            let left = whole(budget_bytes.saturating_sub(needed));
+            if left < block_bytes {
+                return Err(EngineError::Model(ModelError::DoesNotFit {
+                    needed: needed.saturating_add(block_bytes),
+                    available: budget_bytes,
+                    message: format!(
+                        "on {name} of {total} bytes with gpu_memory_utilization `{utilization}`: weights in {} ({weight_bytes} \
+                         bytes), working memory of {max_rows} rows ({working_bytes} bytes), the driver's own ({driver_bytes} \
+                         bytes), and KV blocks; use a smaller model, a smaller max_num_batched_tokens or max_lora_rank, a \
+                         larger gpu_memory_utilization, or device \"cpu\"",
+                        self.dtype_name
+                    ),
+                }));
+            }
+            let (kv_bytes, adapter_bytes) = split(config, left)?;
+            let blocks = (kv_bytes / block_bytes) as usize;
+            let blocks = blocks.min(u32::MAX as usize / config.block_size);
+            let ledger_bytes = blocks as u64 * block_bytes;
+            let block_size = config.block_size;
+            let ledger = Ledger { bytes: ledger_bytes, adapters_apart: Some(adapter_bytes), block_bytes, block_size };
+            let fits = sizes::lowered_context(config, &ledger, context, 0)?;
+            if fits != max_model_len && rounds < 2 {
+                max_model_len = fits;
+                rounds += 1;
+                continue;
+            }
+            let max_model_len = fits.min(max_model_len);
+            notes.extend(sizes::lowered_note(context, max_model_len, ledger_bytes));
+            let limits = DecoderLimits { blocks, max_position: max_model_len, ..limits };
+            let kv_cache_bytes = cuda::kv_cache_bytes(&kv_shape(spec, &limits, self.options.dtype)) as u64;
+            let card = CardMemory {
+                total_bytes: total,
+                budget_bytes,
+                driver_bytes,
+                weight_bytes,
+                working_bytes: self.working_bytes(config, spec, &limits),
+                kv_cache_bytes,
+                adapter_bytes,
+            };
+            let (dtype, dtype_name) = (self.options.dtype, self.dtype_name);
+            let sizes = Sizes {
+                max_rows,
+                dtype,
+                dtype_name,
+                block_bytes,
+                ledger_bytes,
+                blocks,
+                max_model_len,
+                most_composed: Some(MOST_COMPOSED),
+                card: Some(card),
+            };
+            return Ok((sizes, card));
+        }
+    }
+
+    /// The backend, with the memory that was decided.
+    pub(super) fn backend(
+        self,
+        config: &EngineConfig,
+        sizes: &Sizes,
+        memory: &CardMemory,
+    ) -> Result<Arc<CudaBackend>, EngineError> {
+        let room = Self::room(config, &sizes::decoder_limits(config, sizes));
+        let options = CudaOptions {
+            memory_bytes: memory.reserved_bytes() as usize,
+            adapter_bytes: memory.adapter_bytes as usize,
+            ..self.options
+        };
+        Ok(Arc::new(CudaBackend::on(self.device, options, room)?))
+    }
+}
+
+/// Bytes of KV blocks and of adapters, out of what is left.
+fn split(config: &EngineConfig, left: u64) -> Result<(u64, u64), EngineError> {
+    let adapters = match (config.enable_lora, config.lora_memory_bytes) {
+        (false, _) => 0,
+        (true, Some(bytes)) => bytes.div_ceil(cuda::GRANULE as u64) * cuda::GRANULE as u64,
+        (true, None) => {
+            let beside = left.saturating_sub(config.kv_cache_memory_bytes.unwrap_or(0));
+            whole((left / ADAPTER_SHARE).min(beside))
+        }
+    };
+    // An empty part takes one granule.
+    let adapters = adapters.max(cuda::GRANULE as u64);
+    let kv = config.kv_cache_memory_bytes.unwrap_or(left.saturating_sub(adapters));
+    let kv = kv.div_ceil(cuda::GRANULE as u64) * cuda::GRANULE as u64;
+    if kv.saturating_add(adapters) > left {
+        return Err(EngineError::InvalidArgument(format!(
+            "KV blocks of {kv} bytes (kv_cache_memory_bytes) and adapters of {adapters} bytes (lora_memory_bytes) are more than \
+             the {left} bytes that gpu_memory_utilization `{}` leaves beside weights and working memory; lower them, or raise it",
+            config.gpu_memory_utilization
+        )));
+    }
+    Ok((kv, adapters))
+}

@@ -1,0 +1,140 @@
+//! Which device is chosen, and what is said where a card cannot be used.
+
+use std::path::PathBuf;
+
+use manylora::{DType, Device, Engine, EngineConfig};
+
+use crate::common::{Oracle, answers, greedy, request};
+
+fn config(device: Device) -> EngineConfig {
+    let mut config = EngineConfig::new(Oracle::open("llama").base_folder());
+    config.device = device;
+    config.max_num_batched_tokens = Some(64);
+    config.max_num_seqs = 4;
+    config.num_threads = Some(1);
+    if device != (Device::Cuda { ordinal: 0 }) {
+        config.kv_cache_memory_bytes = Some(1 << 20);
+    }
+    config
+}
+
+fn refusal(configure: impl FnOnce(&mut EngineConfig)) -> String {
+    let mut config = config(Device::Cuda { ordinal: 0 });
+    configure(&mut config);
+    Engine::start(config).expect_err("it cannot start").to_string()
+}
+
+fn assert_says(text: &str, words: &[&str]) {
+    assert!(words.iter().all(|word| text.contains(word)), "{text}");
+}
+
+/// `auto` takes the processor, says why, and works.
+fn assert_falls_back(why: &[&str], surprising: bool, configure: impl FnOnce(&mut EngineConfig)) {
+    let mut config = config(Device::Auto);
+    configure(&mut config);
+    let engine = Engine::start(config).unwrap();
+    let info = engine.info();
+    assert_eq!((info.device.as_str(), info.card), ("cpu", None));
+    let reason = info.device_reason.clone().unwrap();
+    assert_says(&reason, why);
+    assert_eq!(info.notes.contains(&reason), surprising, "{:?}", info.notes);
+    assert_eq!(answers(&engine, vec![request(&[5, 6, 7], None, greedy(2))])[0].0.len(), 2);
+}
+
+pub(crate) fn no_driver() {
+    if PathBuf::from("/dev/nvidiactl").exists() {
+        println!("there is a driver here");
+        return;
+    }
+    assert_says(&refusal(|_| {}), &["no NVIDIA driver", "libcuda.so.1", "device \"cpu\""]);
+    assert_falls_back(&["cpu, because", "no NVIDIA driver"], false, |_| {});
+}
+
+pub(crate) fn automatic() {
+    let mut settings = config(Device::Auto);
+    settings.lora_memory_bytes = Some(1 << 20);
+    let engine = Engine::start(settings).unwrap();
+    let info = engine.info();
+    assert_eq!(info.device, "cuda:0");
+    assert_says(info.device_reason.as_ref().unwrap(), &["cuda:0"]);
+    assert_says(&info.backend, &["cuda:0", "emulated"]);
+    drop(engine);
+    let mut settings = config(Device::Cpu);
+    settings.gpu_memory_utilization = 0.5;
+    let engine = Engine::start(settings).unwrap();
+    assert_eq!((engine.info().device.as_str(), &engine.info().device_reason), ("cpu", &None));
+    drop(engine);
+    assert_says(
+        &refusal(|config| config.device = Device::Cuda { ordinal: 3 }),
+        &["`cuda:3` does not exist", "there are 1"],
+    );
+}
+
+pub(crate) fn no_card() {
+    assert_says(&refusal(|_| {}), &["no NVIDIA card", "CUDA_VISIBLE_DEVICES", "device \"cpu\""]);
+    assert_falls_back(&["no NVIDIA card"], false, |_| {});
+}
+
+pub(crate) fn a_card_too_old() {
+    assert_says(&refusal(|_| {}), &["too old", "7.5", "8.0", "device \"cpu\""]);
+    assert_falls_back(&["too old", "7.5"], true, |_| {});
+}
+
+pub(crate) fn a_driver_too_old() {
+    assert_says(&refusal(|_| {}), &["driver is too old", "11.8", "install driver", "device \"cpu\""]);
+    assert_falls_back(&["driver is too old"], true, |_| {});
+}
+
+pub(crate) fn too_little_memory() {
+    // The working memory of matrix products alone is more than this card has.
+    let text = refusal(|_| {});
+    assert_says(
+        &text,
+        &["cuda:0 of 4194304 bytes", "gpu_memory_utilization `0.9`", "weights", "working memory", "device \"cpu\""],
+    );
+    // The model is one that a card could serve, so `auto` does not hide it away on the processor.
+    let text = Engine::start(config(Device::Auto)).expect_err("too small").to_string();
+    assert_says(&text, &["cuda:0 of 4194304 bytes"]);
+}
+
+pub(crate) fn memory_of_others() {
+    let device = manylora_kernels::cuda::Device::open(0).unwrap();
+    let taken = manylora_kernels::cuda::DeviceMemory::new(device.context(), "others", 300 << 20).unwrap();
+    let text = refusal(|_| {});
+    assert_says(&text, &["gpu_memory_utilization `0.9`", "are free", "lower it"]);
+    let mut settings = config(Device::Cuda { ordinal: 0 });
+    settings.gpu_memory_utilization = 0.2;
+    let engine = Engine::start(settings.clone()).unwrap();
+    let card = engine.info().card.unwrap();
+    assert_eq!(card.budget_bytes, (1u64 << 30) / 5);
+    assert!(card.reserved_bytes() + card.driver_bytes <= card.budget_bytes);
+    assert!(
+        card.budget_bytes - card.reserved_bytes() - card.driver_bytes < engine.info().block_bytes + 1024,
+        "{card:?}"
+    );
+    drop((engine, taken));
+    settings.gpu_memory_utilization = 0.9;
+    settings.kv_cache_memory_bytes = Some(900 << 20);
+    settings.lora_memory_bytes = Some(200 << 20);
+    let text = Engine::start(settings).expect_err("more than there is").to_string();
+    assert_says(&text, &["kv_cache_memory_bytes", "lora_memory_bytes", "gpu_memory_utilization `0.9`"]);
+    for utilization in [0.0, 1.1, f64::NAN] {
+        let text = refusal(|config| config.gpu_memory_utilization = utilization);
+        assert_says(&text, &["gpu_memory_utilization must be above 0"]);
+    }
+}
+
+pub(crate) fn what_a_card_does_not_do() {
+    let text = refusal(|config| config.dtype = DType::Float32);
+    assert_says(&text, &["float32", "bfloat16"]);
+    assert_falls_back(&["float32"], true, |config| config.dtype = DType::Float32);
+    let odd = Oracle::open("llama-odd").base_folder();
+    assert_says(&refusal(|config| config.model.clone_from(&odd)), &["multiples of 8", "device \"cpu\""]);
+    assert_falls_back(&["multiples of 8"], true, |config| config.model = odd);
+    assert_says(
+        &Engine::start(EngineConfig { device: Device::Cuda { ordinal: 0 }, ..EngineConfig::new("/no/such/folder") })
+            .expect_err("no model")
+            .to_string(),
+        &["/no/such/folder"],
+    );
+}

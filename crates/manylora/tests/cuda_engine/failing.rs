@@ -1,0 +1,130 @@
+//! What becomes of failures of the device, of aborts and of the end.
+
+use std::collections::BTreeSet;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use manylora::{AdapterSource, EngineError};
+
+use crate::common::{Oracle, adapter_path, greedy, request};
+use crate::serving::on_card;
+use crate::stand_in::{Held, StandIn};
+
+/// Starts, loads two adapters one of which takes the other's place, generates in a batch, and ends.
+fn session(oracle: &Oracle) -> Result<(), EngineError> {
+    let mut config = manylora::EngineConfig::new(oracle.base_folder());
+    config.device = manylora::Device::Cuda { ordinal: 0 };
+    config.max_num_seqs = 4;
+    config.max_num_batched_tokens = Some(8);
+    config.block_size = 4;
+    config.max_model_len = Some(32);
+    config.kv_cache_memory_bytes = Some(64 << 10);
+    config.lora_memory_bytes = Some(1 << 20);
+    config.max_cpu_loras = Some(1);
+    config.loader_threads = Some(1);
+    let engine = manylora::Engine::start(config)?;
+    for name in ["alpha", "beta"] {
+        engine.load_adapter(AdapterSource::directory(name, adapter_path(oracle, name)))?;
+        let requests = [None, Some(name)].map(|adapter| request(&[5, 6, 7, 8], adapter, greedy(5)));
+        let streams = engine.submit_all(requests.into(), false)?;
+        // All of them are waited for: one that failed must not leave another without an end.
+        let results: Vec<_> = streams.into_iter().map(|mut stream| stream.collect_all().map(drop)).collect();
+        results.into_iter().collect::<Result<(), _>>()?;
+    }
+    Ok(())
+}
+
+/// Functions that give something back: that thing is lost if they fail, and there is nobody to tell.
+fn gives_back(function: &str) -> bool {
+    ["Destroy", "Free", "Unload", "Release"].iter().any(|part| function.contains(part))
+}
+
+/// Calls of a function that are made to fail: the first few, some in the middle, the last few.
+fn chosen(count: u64) -> BTreeSet<u64> {
+    let middle = [count / 4, count / 2, 3 * count / 4];
+    [1, 2, count.saturating_sub(1), count].into_iter().chain(middle).filter(|&nth| nth >= 1 && nth <= count).collect()
+}
+
+/// One function of the driver or of cuBLASLt fails, each in turn: a clean error, no panic, no hang, nothing left behind.
+pub(crate) fn every_function_in_turn() {
+    let oracle = Oracle::open("llama");
+    let stand_in = StandIn::get();
+    stand_in.reset_counts();
+    session(&oracle).unwrap();
+    stand_in.assert_nothing_held();
+    let functions = stand_in.all_calls();
+    assert!(functions.len() > 40, "{functions:?}");
+    let (mut runs, mut noticed, mut lost) = (0, 0, Held::default());
+    for (function, count) in &functions {
+        for nth in chosen(*count) {
+            // Codes that both libraries know: what is left when nothing else fits.
+            let code = if function.starts_with("cublas") { 14 } else { 999 };
+            let what = format!("call {nth} of {count} of `{function}` with {code}");
+            // The last one that is told is the one that hangs.
+            println!("{what}");
+            stand_in.fail(function, nth, code);
+            let result = catch_unwind(AssertUnwindSafe(|| session(&oracle)));
+            stand_in.forget_failures();
+            match result {
+                Err(panic) => panic!("{what}: {panic:?}"),
+                Ok(Ok(())) => {}
+                Ok(Err(error)) => {
+                    noticed += 1;
+                    let text = error.to_string();
+                    assert!(!text.contains("its thread failed"), "{what}: {text}");
+                }
+            }
+            let held = stand_in.held();
+            if gives_back(function) {
+                lost = held;
+            } else {
+                assert_eq!(held, lost, "left behind: {what}");
+            }
+            runs += 1;
+        }
+    }
+    session(&oracle).unwrap();
+    assert_eq!(stand_in.held(), lost);
+    println!("{runs} failures of {} functions, {noticed} of them errors", functions.len());
+    assert!(runs > 100 && noticed > runs / 2, "{runs} {noticed}");
+}
+
+/// Requests are aborted while they run, and the engine is dropped while they run: everything ends, nothing is held.
+pub(crate) fn aborts_and_shutdown() {
+    let oracle = Oracle::open("llama");
+    let stand_in = StandIn::get();
+    let engine = on_card(&oracle, |_| {});
+    for name in ["alpha", "beta"] {
+        engine.load_adapter(AdapterSource::directory(name, adapter_path(&oracle, name))).unwrap();
+    }
+    let prompt = oracle.prompt("few");
+    let many =
+        || (0..6).map(|row| request(&prompt, [None, Some("alpha"), Some("beta")][row % 3], greedy(300))).collect();
+    let mut streams = engine.submit_all(many(), true).unwrap();
+    for stream in &mut streams {
+        stream.next_delta().unwrap().unwrap();
+    }
+    // Dropping a stream aborts its request.
+    streams.truncate(2);
+    for stream in &mut streams {
+        stream.next_delta().unwrap().unwrap();
+    }
+    drop(streams);
+    let idle = || engine.stats().is_ok_and(|stats| stats.running + stats.waiting == 0);
+    while !idle() {
+        std::thread::yield_now();
+    }
+    assert_eq!(engine.stats().unwrap().free_blocks, engine.stats().unwrap().total_blocks);
+    let mut streams = engine.submit_all(many(), true).unwrap();
+    streams[0].next_delta().unwrap().unwrap();
+    // Handles that stay behind hold nothing of the device.
+    let handle = engine.handle();
+    drop(engine);
+    for mut stream in streams {
+        let error = stream.collect_all().expect_err("the engine is gone").to_string();
+        assert!(error.contains("shut down"), "{error}");
+    }
+    stand_in.assert_nothing_held();
+    let source = AdapterSource::directory("gamma", adapter_path(&oracle, "gamma"));
+    let error = handle.load_adapter(source).expect_err("the engine is gone").to_string();
+    assert!(error.contains("shut down"), "{error}");
+}
