@@ -84,7 +84,7 @@ $(STAMPS)/nvcc: $(STAMPS)/venv kernels/requirements.txt
 test-cuda: $(STAMPS)/nvcc
 	$(MAKE) -j$(CORES) -C kernels OUT="$(KERNELS)" emu emu-check test-emu-plain test-emu-check test-kernels
 	NVCC="$(NVCC)" \
-		$(CARGO) clippy --release --workspace --features manylora-py/cuda --all-targets --locked -- -D warnings
+		$(CARGO) clippy --release --workspace --features manylora-benches/cuda,manylora-py/cuda --all-targets --locked -- -D warnings
 	$(EMULATED) $(CARGO) test --release -p manylora-kernels --features cuda --locked
 	$(EMULATED) $(CARGO) test --release --workspace --features manylora-py/cuda --locked \
 		--test cuda_logits --test cuda_engine

@@ -112,7 +112,7 @@ if ! card=$("${on_device[@]}" "$here/bin/kernels" --device cuda --describe 2>&1)
 fi
 say "$card"
 
-part 'kernel parity' 90 "${parity[@]}" "$here/bin/kernel-tests" attention lora rows
+part 'kernel parity' 90 "${parity[@]}" "$here/bin/kernel-tests" attention lora rows matmul
 part 'device functions' 30 "${parity[@]}" "$here/bin/kernel-tests" device
 part 'driver layer' 60 "$here/bin/${driver[0]}" "${driver[@]:1}"
 part 'backend' 90 "$here/bin/${backend[0]}" "${backend[@]:1}"
@@ -160,7 +160,7 @@ if [ "$full" = 1 ]; then
         skip 'compute-sanitizer' 'it needs a card'
     elif command -v compute-sanitizer > /dev/null; then
         for tool in memcheck racecheck synccheck; do
-            part "compute-sanitizer $tool" 600 "${parity[@]}" compute-sanitizer --tool "$tool" --error-exitcode 9 "$here/bin/kernel-tests" device lora
+            part "compute-sanitizer $tool" 600 "${parity[@]}" compute-sanitizer --tool "$tool" --error-exitcode 9 "$here/bin/kernel-tests" device lora matmul
         done
     else
         skip 'compute-sanitizer' 'it is not there'

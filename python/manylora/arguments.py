@@ -185,7 +185,7 @@ MEMORY = (
     ),
     _honoured(
         "gpu_memory_utilization",
-        0.9,
+        0.92,
         Kind.SHARE,
         "share of a card's memory that is taken in all: driver, weights, working memory, KV blocks, adapters",
     ),

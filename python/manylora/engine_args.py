@@ -95,7 +95,7 @@ class Settings:
             "tokenizer": tokenizer and str(tokenizer),
             "chat_template": _template(given.chat_template),
             "device": given.device,
-            "cuda_library_folders": _cuda_library_folders(),
+            "cuda_library_folders": [] if given.device == "cpu" else _cuda_library_folders(),
             "dtype": given.dtype,
             "lora_roots": _roots(given.lora_root),
             "lora_target_modules": given.lora_target_modules,
@@ -173,7 +173,11 @@ def _integer(value: Any, least: int) -> int | None:
 
 def _cuda_library_folders() -> list[str]:
     """Return the folders in which Python packages keep CUDA's libraries."""
-    found = importlib.util.find_spec("nvidia")
+    try:
+        found = importlib.util.find_spec("nvidia")
+    except (ImportError, ValueError):
+        # A module of that name that is no package, or says nothing of where it came from.
+        return []
     places = found.submodule_search_locations if found is not None else None
     return sorted(str(folder) for place in places or () for folder in Path(place).glob("*/lib") if folder.is_dir())
 

@@ -234,7 +234,9 @@ impl Memory {
             Err(Shortage::Places)
         } else if total > self.adapter_room {
             Err(Shortage::Bytes)
-        } else if self.ledger.blocks_beside(total) < keep_blocks.max(self.pool.held()) {
+        } else if self.ledger.adapters_apart.is_none()
+            && self.ledger.blocks_beside(total) < keep_blocks.max(self.pool.held())
+        {
             Err(Shortage::Blocks(total))
         } else {
             Ok(())

@@ -194,7 +194,7 @@ impl EngineConfig {
             max_num_batched_tokens: None,
             block_size: 16,
             kv_cache_memory_bytes: None,
-            gpu_memory_utilization: 0.9,
+            gpu_memory_utilization: 0.92,
             batch_invariant: false,
             enforce_eager: false,
             cuda_library_folders: Vec::new(),

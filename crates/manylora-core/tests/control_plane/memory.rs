@@ -197,3 +197,23 @@ fn bytes_that_are_apart_are_never_the_others() {
     }
     driver.core.check_invariants().unwrap();
 }
+
+/// Where adapters have bytes of their own, KV blocks that are all taken keep none of them waiting.
+#[test]
+fn a_full_pool_keeps_no_adapter_out_whose_bytes_are_apart() {
+    let mut driver = Driver::new(CoreConfig { lora_memory: LoraMemory::Apart(250), ..config(16) });
+    for seed in 0..4 {
+        driver.submit(&prompt(seed, 15), 40, &[]);
+    }
+    (0..8).for_each(|_| assert!(driver.step()));
+    while driver.core.stats().free_blocks > 0 {
+        assert!(driver.step());
+    }
+    let before = driver.core.stats();
+    assert!(before.running > 0 && before.loads == 0, "{before:?}");
+    let adapter = driver.register(9, 100);
+    driver.submit(&prompt(50, 4), 4, &[adapter]);
+    assert_eq!(driver.core.stats().loads, 1, "its load is ordered at once");
+    driver.finish();
+    driver.core.check_invariants().unwrap();
+}

@@ -242,7 +242,11 @@ pub(crate) fn steps_run_without_cublaslt() {
         assert!(refused.contains("cuBLASLt was not found"), "{refused}");
         assert!(ProductChoice::Auto.library(&[]).unwrap().is_none());
         let backend = CudaBackend::open(wanted(ProductChoice::Auto)).unwrap();
-        assert!(backend.describe().ends_with("products by own kernels: no cuBLASLt was found"), "{backend:?}");
+        assert!(
+            backend.describe().contains("products by own kernels: cuBLASLt was not found"),
+            "{}",
+            backend.describe()
+        );
     }
     let backend = own(StorageType::Bf16, true);
     assert!(backend.describe().ends_with("products by own kernels"), "{}", backend.describe());

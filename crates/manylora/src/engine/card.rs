@@ -86,7 +86,22 @@ pub(super) fn open(config: &EngineConfig, spec: &ModelSpec, ordinal: usize) -> R
     Ok(Card { device, options, dtype_name })
 }
 
+/// A card, and how its memory is divided for a model.
+pub(super) struct Placed {
+    pub(super) card: Card,
+    pub(super) sizes: Sizes,
+    pub(super) memory: CardMemory,
+    pub(super) notes: Vec<String>,
+}
+
 impl Card {
+    /// Divides its memory for a model.
+    pub(super) fn place(self, config: &EngineConfig, spec: &ModelSpec) -> Result<Placed, EngineError> {
+        let mut notes = Vec::new();
+        let (sizes, memory) = self.divide(config, spec, &mut notes)?;
+        Ok(Placed { card: self, sizes, memory, notes })
+    }
+
     /// For people: `cuda:0`.
     pub(super) fn name(&self) -> String {
         format!("cuda:{}", self.options.ordinal)
@@ -118,7 +133,7 @@ impl Card {
     }
 
     /// Divides the card's memory.
-    pub(super) fn divide(
+    fn divide(
         &self,
         config: &EngineConfig,
         spec: &ModelSpec,
@@ -228,7 +243,7 @@ impl Card {
 fn split(config: &EngineConfig, left: u64) -> Result<(u64, u64), EngineError> {
     let adapters = match (config.enable_lora, config.lora_memory_bytes) {
         (false, _) => 0,
-        (true, Some(bytes)) => bytes.div_ceil(cuda::GRANULE as u64) * cuda::GRANULE as u64,
+        (true, Some(bytes)) => bytes.div_ceil(cuda::GRANULE as u64).saturating_mul(cuda::GRANULE as u64),
         (true, None) => {
             let beside = left.saturating_sub(config.kv_cache_memory_bytes.unwrap_or(0));
             whole((left / ADAPTER_SHARE).min(beside))
@@ -237,7 +252,7 @@ fn split(config: &EngineConfig, left: u64) -> Result<(u64, u64), EngineError> {
     // An empty part takes one granule.
     let adapters = adapters.max(cuda::GRANULE as u64);
     let kv = config.kv_cache_memory_bytes.unwrap_or(left.saturating_sub(adapters));
-    let kv = kv.div_ceil(cuda::GRANULE as u64) * cuda::GRANULE as u64;
+    let kv = kv.div_ceil(cuda::GRANULE as u64).saturating_mul(cuda::GRANULE as u64);
     if kv.saturating_add(adapters) > left {
         return Err(EngineError::InvalidArgument(format!(
             "KV blocks of {kv} bytes (kv_cache_memory_bytes) and adapters of {adapters} bytes (lora_memory_bytes) are more than \

@@ -3,7 +3,7 @@
 use manylora_model::ModelSpec;
 
 #[cfg(feature = "cuda")]
-use super::card::{self, Card};
+use super::card::{self, Placed};
 use crate::config::{Device, EngineConfig};
 use crate::error::EngineError;
 
@@ -11,7 +11,7 @@ use crate::error::EngineError;
 pub(super) enum Chosen {
     Processor,
     #[cfg(feature = "cuda")]
-    Card(Box<Card>),
+    Card(Box<Placed>),
 }
 
 /// Why no card is used.
@@ -51,7 +51,11 @@ pub(super) fn choose(
 
 #[cfg(feature = "cuda")]
 fn open(config: &EngineConfig, spec: &ModelSpec, ordinal: usize) -> Result<Chosen, Unusable> {
-    card::open(config, spec, ordinal).map(|card| Chosen::Card(Box::new(card)))
+    let card = card::open(config, spec, ordinal)?;
+    // A card whose memory does not do cannot be used either.
+    card.place(config, spec)
+        .map(|placed| Chosen::Card(Box::new(placed)))
+        .map_err(|error| Unusable { error, surprising: true })
 }
 
 #[cfg(not(feature = "cuda"))]

@@ -139,8 +139,13 @@ pub(super) fn lowered_context(
     if config.max_model_len.is_some() || fits == 0 {
         return Err(EngineError::InvalidArgument(format!(
             "max_model_len `{context}` needs {} bytes of KV cache and there are {bytes}; at most {fits} tokens fit: lower \
-             max_model_len or raise kv_cache_memory_bytes",
-            ledger.sequence_bytes(context)
+             max_model_len or raise {}",
+            ledger.sequence_bytes(context),
+            if ledger.adapters_apart.is_some() && config.kv_cache_memory_bytes.is_none() {
+                "gpu_memory_utilization, or lower lora_memory_bytes"
+            } else {
+                "kv_cache_memory_bytes"
+            },
         )));
     }
     Ok(fits)

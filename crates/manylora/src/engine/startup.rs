@@ -165,10 +165,11 @@ fn on_processor(mut parts: Parts, progress: &mut dyn FnMut(LoadProgress)) -> Res
 #[cfg(feature = "cuda")]
 fn on_card(
     mut parts: Parts,
-    card: super::card::Card,
+    placed: super::card::Placed,
     progress: &mut dyn FnMut(LoadProgress),
 ) -> Result<Assembled, EngineError> {
-    let (sizes, memory) = card.divide(&parts.config, &parts.checkpoint.spec, &mut parts.notes)?;
+    let super::card::Placed { card, sizes, memory, notes } = placed;
+    parts.notes.extend(notes);
     let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let device = Placement { name: card.name(), threads, working_bytes: memory.working_bytes };
     let backend = card.backend(&parts.config, &sizes, &memory)?;

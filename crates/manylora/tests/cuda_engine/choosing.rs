@@ -90,18 +90,16 @@ pub(crate) fn too_little_memory() {
     let text = refusal(|_| {});
     assert_says(
         &text,
-        &["cuda:0 of 4194304 bytes", "gpu_memory_utilization `0.9`", "weights", "working memory", "device \"cpu\""],
+        &["cuda:0 of 4194304 bytes", "gpu_memory_utilization `0.92`", "weights", "working memory", "device \"cpu\""],
     );
-    // The model is one that a card could serve, so `auto` does not hide it away on the processor.
-    let text = Engine::start(config(Device::Auto)).expect_err("too small").to_string();
-    assert_says(&text, &["cuda:0 of 4194304 bytes"]);
+    assert_falls_back(&["cuda:0 of 4194304 bytes"], true, |_| {});
 }
 
 pub(crate) fn memory_of_others() {
     let device = manylora_kernels::cuda::Device::open(0).unwrap();
     let taken = manylora_kernels::cuda::DeviceMemory::new(device.context(), "others", 300 << 20).unwrap();
     let text = refusal(|_| {});
-    assert_says(&text, &["gpu_memory_utilization `0.9`", "are free", "lower it"]);
+    assert_says(&text, &["gpu_memory_utilization `0.92`", "are free", "lower it"]);
     let mut settings = config(Device::Cuda { ordinal: 0 });
     settings.gpu_memory_utilization = 0.2;
     let engine = Engine::start(settings.clone()).unwrap();
@@ -113,11 +111,11 @@ pub(crate) fn memory_of_others() {
         "{card:?}"
     );
     drop((engine, taken));
-    settings.gpu_memory_utilization = 0.9;
+    settings.gpu_memory_utilization = 0.92;
     settings.kv_cache_memory_bytes = Some(900 << 20);
     settings.lora_memory_bytes = Some(200 << 20);
     let text = Engine::start(settings).expect_err("more than there is").to_string();
-    assert_says(&text, &["kv_cache_memory_bytes", "lora_memory_bytes", "gpu_memory_utilization `0.9`"]);
+    assert_says(&text, &["kv_cache_memory_bytes", "lora_memory_bytes", "gpu_memory_utilization `0.92`"]);
     for utilization in [0.0, 1.1, f64::NAN] {
         let text = refusal(|config| config.gpu_memory_utilization = utilization);
         assert_says(&text, &["gpu_memory_utilization must be above 0"]);

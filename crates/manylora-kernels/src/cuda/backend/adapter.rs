@@ -1,7 +1,7 @@
 //! Adapters on the card: one blob each, and the table by which kernels find them.
 //!
 //! A blob starts with the adapter's own rows of the table (addresses of A and B, ranks and scales of all sites of the
-//! model), so that giving an adapter a slot is four small copies on the card that nobody waits for. Then come the factors:
+//! model), so that giving an adapter rows of the table is four small copies on the card that nobody waits for. Then come the factors:
 //! A `[rank][input]` (the embedding's `[vocabulary][rank rounded up to 8]`), B `[output][rank rounded up to 8]`, each at
 //! a multiple of 16 bytes.
 
@@ -148,7 +148,15 @@ impl CudaAdapter {
         // Not before all was read, which may take long: until it is uploaded nobody can move it.
         let mut memory = backend.place_adapter(adapter_bytes(sites, all))?;
         write_table(&mut blob, sites, &places, all, memory.pointer());
-        let upload = backend.uploader.upload(&mut memory, 0, &blob)?;
+        let upload = backend.uploader.upload(&mut memory, 0, &blob);
+        let upload = match upload {
+            Ok(upload) => upload,
+            Err(error) => {
+                drop(memory);
+                backend.adapters.announce();
+                return Err(error.into());
+            }
+        };
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
         let factors = sites.iter().zip(&places).map(|(shape, (a, b, _))| (shape.site.0, *a, *b)).collect();
         Ok(Self {

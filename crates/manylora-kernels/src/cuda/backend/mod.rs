@@ -182,7 +182,7 @@ impl CudaBackend {
         let kernels = KernelSet::new(device.kernels(), format, head_dim)?;
         let products =
             Products::new(&arena, device.kernels(), format, choice, &library_folders, workspace_bytes, algorithms)?;
-        let described = format!("{}, {}", device.describe(), products.describe(choice));
+        let described = format!("{}, {}", device.describe(), products.describe());
         let sites = Site::count(layers as u32);
         let shape = (heads, kv_heads, head_dim);
         let state = StepState::new(&arena, device.compute(), products, sites, shape, room)?;
@@ -235,6 +235,7 @@ impl CudaBackend {
             let mut state = self.state();
             let gathered = gather.run(self.device.compute(), &mut state.table);
             if let Err(error) = &gathered {
+                // A step that has begun may already have gone through blobs that are half moved.
                 state.broken = Some(error.clone());
             }
             gathered
@@ -425,7 +426,9 @@ impl Backend for CudaBackend {
     }
 
     fn end_step(&self) -> Result<(), KernelError> {
-        match self.state().error.take() {
+        let mut state = self.state();
+        state.whole()?;
+        match state.error.take() {
             Some(error) => Err(error.into()),
             None => Ok(()),
         }
@@ -524,11 +527,15 @@ impl Backend for CudaBackend {
 
     fn read<'a>(&'a self, buffer: &'a mut CudaBuffer, rows: usize) -> Result<&'a [f32], KernelError> {
         assert!(rows <= buffer.rows, "{rows} rows of {}", buffer.rows);
-        Ok(buffer.read(self.device.compute(), rows, self.dtype)?)
+        let values = buffer.read(self.device.compute(), rows, self.dtype)?;
+        self.state().whole()?;
+        Ok(values)
     }
 
     fn argmax(&self, rows: usize, logits: &CudaBuffer, out: &mut [u32]) -> Result<(), KernelError> {
         self.device.context().bind()?;
-        Ok(elementwise::argmax(self, &mut self.state(), rows, logits, out)?)
+        let mut state = self.state();
+        elementwise::argmax(self, &mut state, rows, logits, out)?;
+        Ok(state.whole()?)
     }
 }

@@ -1,6 +1,6 @@
 //! Products with the base's weights: by cuBLASLt, or by kernels of our own where it is missing or not wanted.
 //!
-//! cuBLASLt is the faster of the two. Our own kernels run wherever there is a driver, and give an element the same bits
+//! cuBLASLt is tuned for every card. Our own kernels run wherever there is a driver, and give an element the same bits
 //! whatever the number of rows.
 #![expect(unsafe_code, reason = "launches kernels and products over buffers that were checked")]
 
@@ -44,7 +44,7 @@ impl ProductChoice {
     }
 }
 
-/// Rows up to which the kernel for few is the faster one.
+/// Rows up to which the kernel for few is taken: what its registers hold at once.
 const FEW_ROWS: usize = 32;
 /// Most blocks of y in a grid.
 const MOST_BLOCKS: usize = 65_535;
@@ -63,7 +63,12 @@ pub(super) struct Operands {
 #[derive(Debug)]
 pub(super) enum Products {
     Library(Box<Matmul>),
-    Own { few_rows: Kernel<MatmulRows<u16>>, rows: Kernel<MatmulRows<u16>> },
+    /// With the reason, where the library was wanted.
+    Own {
+        few_rows: Kernel<MatmulRows<u16>>,
+        rows: Kernel<MatmulRows<u16>>,
+        why: Option<CudaError>,
+    },
 }
 
 impl Products {
@@ -82,18 +87,19 @@ impl Products {
             return Ok(Self::Library(Box::new(Matmul::new(arena, folders, workspace, algorithms)?)));
         }
         let few_rows = kernels.kernel(&format!("matmul_few_rows_{format}"))?;
-        Ok(Self::Own { few_rows, rows: kernels.kernel(&format!("matmul_{format}"))? })
+        let why = if choice == ProductChoice::Own { None } else { BlasLibrary::load(folders).err() };
+        Ok(Self::Own { few_rows, rows: kernels.kernel(&format!("matmul_{format}"))?, why })
     }
 
     /// For people: `products by cuBLASLt 13.0.2`.
-    pub(super) fn describe(&self, choice: ProductChoice) -> String {
-        match (self, choice) {
-            (Self::Library(matmul), _) => {
+    pub(super) fn describe(&self) -> String {
+        match self {
+            Self::Library(matmul) => {
                 let version = matmul.library().version();
                 format!("products by cuBLASLt {}.{}.{}", version / 10_000, version / 100 % 100, version % 100)
             }
-            (Self::Own { .. }, ProductChoice::Auto) => "products by own kernels: no cuBLASLt was found".to_owned(),
-            (Self::Own { .. }, _) => "products by own kernels".to_owned(),
+            Self::Own { why: Some(why), .. } => format!("products by own kernels: {why}"),
+            Self::Own { why: None, .. } => "products by own kernels".to_owned(),
         }
     }
 
@@ -112,7 +118,7 @@ impl Products {
         let (few_rows, rows) = match self {
             // SAFETY: the caller's word.
             Self::Library(matmul) => return unsafe { matmul.run(stream, shape, x.cast(), weight.cast(), out) },
-            Self::Own { few_rows, rows } => (few_rows, rows),
+            Self::Own { few_rows, rows, .. } => (few_rows, rows),
         };
         let arguments = MatmulRows {
             header,

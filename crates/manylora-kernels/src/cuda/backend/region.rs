@@ -53,7 +53,7 @@ impl Changes {
     }
 }
 
-/// An adapter's bytes on the card. They may be moved, except while [`Blob::place`] is held.
+/// An adapter's bytes on the card. They may be moved, except during [`Blob::with`].
 #[derive(Debug)]
 pub(super) struct Blob {
     /// Taken by `drop` only.
@@ -121,6 +121,11 @@ impl AdapterRegion {
 
     pub(super) fn usage(&self) -> ArenaUsage {
         self.arena.usage()
+    }
+
+    /// Tells whoever waits for room that memory was given back without ever having been a blob's.
+    pub(super) fn announce(&self) {
+        self.changes.announce();
     }
 
     /// Places `bytes` bytes. `gather` makes one hole of all, by calling what it is given under the step's lock.

@@ -170,6 +170,11 @@ impl StepState {
         Ok(())
     }
 
+    /// Whether adapters are where the table says: the error, if moving them has failed.
+    pub(super) fn whole(&self) -> Result<(), CudaError> {
+        self.broken.as_ref().map_or(Ok(()), |error| Err(error.clone()))
+    }
+
     /// See [`crate::Backend::begin_step`].
     pub(super) fn begin_step(
         &mut self,
@@ -178,9 +183,7 @@ impl StepState {
         adapters: &AdapterTable<CudaAdapter>,
     ) -> Result<(), CudaError> {
         self.error = None;
-        if let Some(error) = &self.broken {
-            return Err(error.clone());
-        }
+        self.whole()?;
         let wanted = Capacity {
             rows: batch.rows(),
             entries: batch.adapters.entries().len(),
@@ -203,6 +206,7 @@ impl StepState {
         adapters: &AdapterTable<CudaAdapter>,
     ) -> Result<(), CudaError> {
         self.error = None;
+        self.whole()?;
         let wanted = Capacity { rows: rows.len(), entries: plan.entries().len(), partials: 0, tables: 0 };
         self.grow_block(arena, RowSet::Samples, doubled(wanted, self.samples.capacity()))?;
         let (touched, s_stride) = self.provide(arena, plan, adapters)?;
