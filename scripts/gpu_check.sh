@@ -5,7 +5,7 @@
 #
 #   ./gpu_check.sh [--full] [--emulated]
 #
-#   --full      after the core of five minutes: a 7B model's shape with 30 adapters (15 GB of disk, 24 GB of card memory)
+#   --full      after the core of five minutes: a 7B model's shape with adapters (20 GB of disk, 24 GB of card memory)
 #   --emulated  the same programs on the emulated device of the archive, at small sizes: whether the archive is whole
 #
 #   OUT=folder    where summary.json, bench results and logs go (default ./gpu-check-results)

@@ -80,6 +80,8 @@ def make_engine() -> Iterator[MakeEngine]:
 
     def make(base: str = "llama", **arguments: Any) -> LLM:
         defaults: dict[str, Any] = {
+            # Whatever the machine has: what is expected was computed for a processor.
+            "device": "cpu",
             "dtype": "float32",
             "enable_lora": True,
             "max_lora_rank": 64,

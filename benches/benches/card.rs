@@ -3,7 +3,7 @@
 //! prefill; and the gaps between tokens while an adapter is loaded that was never read before.
 //!
 //! `cargo bench --bench card --features cuda -- --folder DIR [--json FILE] [--shape 7b|tiny] [--budget GB]
-//! [--tokens N] [--rounds N] [--streams N]... [--model PATH]`: `--folder` is where 15 GB of weights go, once; `--model` is
+//! [--tokens N] [--rounds N] [--streams N]... [--model PATH]`: `--folder` is where 20 GB of weights and adapters go, once; `--model` is
 //! a real model, whose greedy tokens are compared with the processor's.
 
 use std::error::Error;
@@ -314,15 +314,8 @@ impl Bench {
     }
 }
 
-/// An error is told as it reads, not as its fields.
 fn main() -> ExitCode {
-    match run() {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("{error}");
-            ExitCode::FAILURE
-        }
-    }
+    manylora_benches::exit_code(run())
 }
 
 #[expect(clippy::print_stdout, reason = "a bench prints its results")]

@@ -2,7 +2,6 @@
 //! card and not the launches.
 
 use std::error::Error;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use manylora_benches::card::{copied_per_second, describe};
@@ -12,11 +11,11 @@ use manylora_kernels::cuda::{
     AlgorithmChoice, CudaAdapter, CudaBackend, CudaBuffer, CudaError, CudaOptions, CudaWeight, Device, ProductChoice,
 };
 use manylora_kernels::{
-    AdapterTable, Backend, BufferKind, KernelError, LinearOutput, LinearPart, SiteShape, StepBatch, StorageType,
+    AdapterTable, Backend, BufferKind, KernelError, LinearOutput, LinearPart, StepBatch, StorageType,
 };
 
 use crate::case::{Case, Result as CaseResult};
-use crate::material::{Ramp, plan, site};
+use crate::material::{Ramp, adapters, plan, site};
 use crate::popularity::Popularity;
 
 /// More than the caches of a card hold: copies of weights and adapters until there are so many bytes.
@@ -70,9 +69,6 @@ impl Card {
         let copies = |bytes: usize| if case.warm { 1 } else { flushed.div_ceil(bytes) };
         let count = copies(2 * inputs * outputs);
         let layers = copies(2 * case.rank * (inputs + outputs) * case.rows.min(8)).min(MOST_LAYERS);
-        let (rank, input, output) = (case.rank as u32, inputs as u32, outputs as u32);
-        let shapes: Vec<SiteShape> =
-            (0..layers).map(|layer| SiteShape { site: site(layer), rank, input, output, scale: 1.0 }).collect();
         let padded = case.rank.next_multiple_of(8) * (inputs + outputs);
         let adapter_bytes = case.rows * layers * (2 * padded + 4096);
         let buffers = case.rows.next_multiple_of(16) * 4 * (inputs + outputs);
@@ -99,17 +95,7 @@ impl Card {
         let weights = (0..count)
             .map(|_| backend.pack_weight("the bench", &source, StorageType::Bf16))
             .collect::<Result<_, _>>()?;
-        let mut adapters = AdapterTable::new(case.rows);
-        for slot in 0..case.rows {
-            let adapter = backend.pack_adapter(&shapes, StorageType::Bf16, &mut |_, a, b| {
-                a.clear();
-                a.resize(case.rank * inputs, 0.01);
-                b.clear();
-                b.resize(case.rank * outputs, 0.01);
-                Ok(())
-            })?;
-            adapters.install(slot as u32, Arc::new(adapter));
-        }
+        let adapters = adapters(&backend, case, layers)?;
         backend.reserve(case.rows, case.rows, case.rank, inputs)?;
         let input = backend.one_buffer(case.rows, inputs, BufferKind::INPUTS)?;
         let out = backend.one_buffer(case.rows, outputs, BufferKind::SUMS)?;

@@ -200,15 +200,8 @@ fn on_card(options: &Options, _rows: &mut Vec<Value>) -> Result<Option<String>, 
     Ok(None)
 }
 
-/// An error is told as it reads, not as its fields.
 fn main() -> ExitCode {
-    match run() {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("{error}");
-            ExitCode::FAILURE
-        }
-    }
+    manylora_benches::exit_code(run())
 }
 
 #[expect(clippy::print_stdout, reason = "a bench prints its results")]

@@ -3,18 +3,15 @@
 use std::cell::RefCell;
 use std::error::Error;
 use std::hint::black_box;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use manylora_benches::decode::Turns;
 use manylora_benches::roofline::Limits;
 use manylora_kernels::cpu::{Buffer, CpuAdapter, CpuBackend, CpuOptions, PackedWeight};
-use manylora_kernels::{
-    AdapterTable, Backend, KernelError, LinearOutput, LinearPart, RowAdapterPlan, SiteShape, StorageType,
-};
+use manylora_kernels::{AdapterTable, Backend, KernelError, LinearOutput, LinearPart, RowAdapterPlan, StorageType};
 
 use crate::case::{Case, Result as CaseResult};
-use crate::material::{Ramp, plan, site};
+use crate::material::{Ramp, adapters, plan, site};
 use crate::popularity::Popularity;
 
 /// More than the caches of a processor hold: copies of weights and adapters until there are so many bytes.
@@ -59,20 +56,7 @@ impl Processor {
             .collect::<Result<_, _>>()?;
         // Few distinct adapters come round sooner than many: enough layers for a few of them, within reason.
         let layers = copies(2 * case.rank * (inputs + outputs) * case.rows.min(8)).min(MOST_LAYERS);
-        let (rank, input, output) = (case.rank as u32, inputs as u32, outputs as u32);
-        let shapes: Vec<SiteShape> =
-            (0..layers).map(|layer| SiteShape { site: site(layer), rank, input, output, scale: 1.0 }).collect();
-        let mut adapters = AdapterTable::new(case.rows);
-        for slot in 0..case.rows {
-            let adapter = self.backend.pack_adapter(&shapes, StorageType::Bf16, &mut |_, a, b| {
-                a.clear();
-                a.resize(case.rank * inputs, 0.01);
-                b.clear();
-                b.resize(case.rank * outputs, 0.01);
-                Ok(())
-            })?;
-            adapters.install(slot as u32, Arc::new(adapter));
-        }
+        let adapters = adapters(&self.backend, case, layers)?;
         Ok(Material {
             weights,
             adapters,

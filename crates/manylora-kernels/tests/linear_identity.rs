@@ -5,6 +5,7 @@ mod linear_cases;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use linear_cases::{Case, Packed, Random, backend, bits, variants};
+use manylora_kernels::cpu::CpuBackend;
 use manylora_kernels::{AdapterTable, StorageType};
 
 /// A case with a random mix of base rows, single adapters and compositions.
@@ -20,6 +21,19 @@ fn mixed(seed: u64, rows: usize, inputs: usize, outputs: &[usize], dtype: Storag
     case
 }
 
+/// Every row of the case alone has the bits that it has among the others.
+fn assert_rows_alone(case: &Case, packed: &Packed, backend: &CpuBackend, outputs: &[usize], what: &str) {
+    let batch = packed.run(case, backend);
+    let rows = batch[0].len() / outputs[0];
+    for row in 0..rows {
+        let solo = packed.run_rows(case, backend, &[row]);
+        for (part, &width) in outputs.iter().enumerate() {
+            let wanted = &batch[part][row * width..][..width];
+            assert_eq!(bits(&[solo[part].clone()]), bits(&[wanted.to_vec()]), "{what}, row {row}, part {part}");
+        }
+    }
+}
+
 #[test]
 fn a_row_alone_has_the_bits_of_the_batch() {
     for (level, dtype) in variants() {
@@ -29,18 +43,8 @@ fn a_row_alone_has_the_bits_of_the_batch() {
         {
             let case = mixed(rows as u64, rows, inputs, &outputs, dtype);
             let packed = Packed::new(&case, &backend);
-            let batch = packed.run(&case, &backend);
-            for row in 0..rows {
-                let solo = packed.run_rows(&case, &backend, &[row]);
-                for (part, width) in outputs.into_iter().enumerate() {
-                    let wanted = &batch[part][row * width..][..width];
-                    assert_eq!(
-                        bits(&[solo[part].clone()]),
-                        bits(&[wanted.to_vec()]),
-                        "{level} {dtype:?} row {row} part {part}"
-                    );
-                }
-            }
+            let what = format!("{level} {dtype:?}, {rows} rows");
+            assert_rows_alone(&case, &packed, &backend, &outputs, &what);
         }
     }
 }
@@ -64,15 +68,8 @@ fn rows_with_an_adapter_each_have_the_bits_of_a_row_alone() {
                 }
             }
             let packed = Packed::new(&case, &backend);
-            let batch = packed.run(&case, &backend);
-            for row in 0..rows {
-                let solo = packed.run_rows(&case, &backend, &[row]);
-                for (part, width) in outputs.into_iter().enumerate() {
-                    let wanted = &batch[part][row * width..][..width];
-                    let name = format!("{level} {dtype:?} row {row} of {rows}, part {part}");
-                    assert_eq!(bits(&[solo[part].clone()]), bits(&[wanted.to_vec()]), "{name}");
-                }
-            }
+            let what = format!("{level} {dtype:?}, {rows} rows");
+            assert_rows_alone(&case, &packed, &backend, &outputs, &what);
         }
     }
 }

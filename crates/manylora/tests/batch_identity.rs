@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{Answer, Oracle, answers, engine, greedy, load, request};
+use common::{Answer, Oracle, answers, assert_every_ordering, engine, greedy, load, request};
 use manylora::{Engine, EngineConfig, GenerateRequest, SamplingParams};
 use proptest::prelude::*;
 
@@ -126,20 +126,7 @@ fn a_37_base_is_neutral() {
 fn a_36_every_ordering_of_one_batch() {
     let oracle = Oracle::open("llama");
     let engine = with_adapters(&oracle, |_| {});
-    let prompt = oracle.prompt("long");
-    let solo = |adapter| answers(&engine, vec![request(&prompt, adapter, greedy(8))]).remove(0);
-    let [base, alpha, beta] = [None, Some("alpha"), Some("beta")].map(solo);
-    let all = [(None, &base), (Some("alpha"), &alpha), (Some("beta"), &beta), (Some("alpha"), &alpha)];
-    for code in 0..256_usize {
-        let order = [code & 3, code >> 2 & 3, code >> 4 & 3, code >> 6];
-        if (0..4).any(|index| !order.contains(&index)) {
-            continue;
-        }
-        let requests = order.iter().map(|&index| request(&prompt, all[index].0, greedy(8))).collect();
-        for (answer, &index) in answers(&engine, requests).iter().zip(&order) {
-            assert_eq!(answer, all[index].1, "{order:?}");
-        }
-    }
+    assert_every_ordering(&engine, &oracle);
 }
 
 /// the same greedy request 50 times, alone and among 16 others.

@@ -1,13 +1,11 @@
 //! One call of one function fails, each in turn: a clean error, no panic, no hang, nothing left behind.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
-
 use manylora_kernels::cuda::{
     AlgorithmChoice, Arena, CudaError, Device, GraphCache, Holding, Matmul, MatmulShape, OperandType, Readback,
     StepBlock, StepLayout, Uploader,
 };
 
-use crate::stand_in::{Held, StandIn};
+use crate::stand_in::sweep::sweep;
 use crate::work::Gather;
 
 /// A little of everything.
@@ -66,56 +64,18 @@ fn session() -> Result<(), CudaError> {
     device.context().memory().map(drop)
 }
 
-/// Functions that give something back: that thing is lost if they fail, and there is nobody to tell.
-fn gives_back(function: &str) -> bool {
-    ["Destroy", "Free", "Unload", "Release"].iter().any(|part| function.contains(part))
-}
-
 pub(crate) fn every_call_may_fail() {
-    let stand_in = StandIn::get();
-    stand_in.reset_counts();
-    session().unwrap();
-    stand_in.assert_nothing_held();
-    let functions = stand_in.all_calls();
-    assert!(functions.len() > 45, "{functions:?}");
-    let (mut runs, mut lost) = (0, Held::default());
-    let mut ignored = std::collections::BTreeSet::new();
-    for (function, count) in &functions {
-        for nth in 1..=*count {
-            // Codes that both libraries know: out of memory, and what is left when nothing else fits.
-            let codes: &[i32] = if function.starts_with("cublas") { &[3, 14] } else { &[2, 999] };
-            for &code in codes {
-                stand_in.fail(function, nth, code);
-                let result = catch_unwind(AssertUnwindSafe(session));
-                stand_in.forget_failures();
-                let what = format!("call {nth} of {count} of `{function}` with {code}");
-                match result {
-                    Err(panic) => panic!("{what}: {panic:?}"),
-                    Ok(Ok(())) => drop(ignored.insert(function.clone())),
-                    Ok(Err(error)) => assert!(!error.to_string().is_empty(), "{what}"),
-                }
-                let held = stand_in.held();
-                if gives_back(function) {
-                    lost = held;
-                } else {
-                    assert_eq!(held, lost, "left behind: {what}");
-                }
-                runs += 1;
-            }
-        }
-    }
-    assert!(runs > 200, "{runs}");
+    // Codes that both libraries know: out of memory, and what is left when nothing else fits.
+    let codes =
+        |function: &str| -> &'static [i32] { if function.starts_with("cublas") { &[3, 14] } else { &[2, 999] } };
+    let swept = sweep(session, |count| (1..=count).collect(), codes, |what, text| assert!(!text.is_empty(), "{what}"));
+    assert!(swept.functions > 45 && swept.runs > 200, "{} {}", swept.functions, swept.runs);
     // Only releases, and what is tried for the sake of a release, may fail without anybody noticing.
-    let unnoticed: Vec<_> = ignored.iter().filter(|name| !gives_back(name)).map(String::as_str).collect();
-    for name in &unnoticed {
+    for name in &swept.unnoticed {
         assert!(
             ["cuCtxSetCurrent", "cuCtxSynchronize", "cuEventSynchronize", "cuStreamSynchronize", "cuStreamIsCapturing"]
-                .contains(name),
+                .contains(&name.as_str()),
             "failures of `{name}` go unnoticed"
         );
     }
-    // Afterwards all is as before.
-    session().unwrap();
-    assert_eq!(stand_in.held(), lost);
-    println!("{runs} failures of {} functions", functions.len());
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use manylora_core::budget::{Ledger, NumberFormat};
 use manylora_kernels::cuda::{
-    self, AlgorithmChoice, CudaBackend, CudaError, CudaOptions, Matmul, ProductChoice, StepRoom,
+    self, AlgorithmChoice, CudaBackend, CudaError, CudaOptions, Matmul, ProductChoice, ProductSource, StepRoom,
 };
 use manylora_kernels::{KernelError, StorageType};
 use manylora_model::decoder::{DecoderLimits, buffer_groups, kv_shape, rotary_table_len, weight_groups};
@@ -34,6 +34,8 @@ pub(super) struct Card {
     device: cuda::Device,
     options: CudaOptions,
     dtype_name: &'static str,
+    /// What a user should know of it.
+    note: Option<String>,
 }
 
 /// A part of the reservation: whole granules, rounded down.
@@ -45,6 +47,8 @@ const fn whole(bytes: u64) -> u64 {
 pub(super) fn open(config: &EngineConfig, spec: &ModelSpec, ordinal: usize) -> Result<Card, Unusable> {
     let refused = |error: KernelError| Unusable { error: error.into(), surprising: true };
     let (dtype, dtype_name) = match config.dtype {
+        // What is stored as float16 has three bits that bfloat16 would drop.
+        DType::Auto if spec.checkpoint_dtype == "float16" => (StorageType::F16, "float16"),
         DType::Auto | DType::BFloat16 => (StorageType::Bf16, "bfloat16"),
         DType::Float16 => (StorageType::F16, "float16"),
         DType::Float32 => (StorageType::F32, "float32"),
@@ -71,7 +75,7 @@ pub(super) fn open(config: &EngineConfig, spec: &ModelSpec, ordinal: usize) -> R
         let surprising = !matches!(error, CudaError::NoDriver { .. } | CudaError::NoDevice { .. });
         Unusable { error: KernelError::from(error).into(), surprising }
     })?;
-    let library = products.library(&options.library_folders).map_err(|error| refused(error.into()))?;
+    let source = products.source(&options.library_folders).map_err(|error| refused(error.into()))?;
     CudaBackend::check(&options).map_err(refused)?;
     for (what, width) in
         [("hidden size", spec.hidden_size), ("intermediate size", spec.intermediate_size), ("heads", spec.q_width())]
@@ -82,8 +86,12 @@ pub(super) fn open(config: &EngineConfig, spec: &ModelSpec, ordinal: usize) -> R
             ))));
         }
     }
-    options.workspace_bytes = Some(library.map_or(0, |_| Matmul::advised_workspace(device.context())));
-    Ok(Card { device, options, dtype_name })
+    let (workspace, note) = match source {
+        ProductSource::Library(_) => (Matmul::advised_workspace(device.context()), None),
+        ProductSource::Own(why) => (0, why.map(|why| format!("base products go to our own kernels: {why}"))),
+    };
+    options.workspace_bytes = Some(workspace);
+    Ok(Card { device, options, dtype_name, note })
 }
 
 /// A card, and how its memory is divided for a model.
@@ -97,7 +105,7 @@ pub(super) struct Placed {
 impl Card {
     /// Divides its memory for a model.
     pub(super) fn place(self, config: &EngineConfig, spec: &ModelSpec) -> Result<Placed, EngineError> {
-        let mut notes = Vec::new();
+        let mut notes: Vec<String> = self.note.clone().into_iter().collect();
         let (sizes, memory) = self.divide(config, spec, &mut notes)?;
         Ok(Placed { card: self, sizes, memory, notes })
     }
@@ -155,7 +163,7 @@ impl Card {
         let matrices: usize = groups.matrices.iter().map(|group| cuda::matrices_bytes(group)).sum();
         let vectors: usize = groups.vectors.iter().map(|&len| cuda::vector_bytes(len)).sum();
         let weight_bytes = (matrices + vectors) as u64;
-        let block_bytes = sizes::dimensions(spec).kv_block_bytes(config.block_size as u64, NumberFormat::Bf16);
+        let block_bytes = sizes::model_dimensions(spec).kv_block_bytes(config.block_size as u64, NumberFormat::Bf16);
 
         let context = sizes::context(config, spec)?;
         let max_rows = sizes::max_rows(config, context);

@@ -29,6 +29,7 @@ use std::thread::JoinHandle;
 pub use handle::{EngineHandle, Logits, Share};
 use manylora_core::CoreStats;
 use manylora_kernels::MemoryUse;
+pub use sizes::model_dimensions;
 pub use startup::{CardMemory, EngineInfo, LoadProgress};
 
 use crate::config::EngineConfig;

@@ -91,7 +91,7 @@ pub(super) fn for_processor(
         StorageType::Bf16 | StorageType::F16 => NumberFormat::Bf16,
         StorageType::F32 => NumberFormat::F32,
     };
-    let dimensions = dimensions(spec);
+    let dimensions = model_dimensions(spec);
     let block_bytes = dimensions.kv_block_bytes(config.block_size as u64, number);
     let ledger_bytes = config.kv_cache_memory_bytes.unwrap_or_else(|| {
         let sequence = (context.div_ceil(config.block_size) as u64).saturating_mul(block_bytes);
@@ -157,7 +157,8 @@ pub(super) fn lowered_note(context: usize, fits: usize, bytes: u64) -> Option<St
     (fits < context).then(told)
 }
 
-pub(super) fn dimensions(spec: &ModelSpec) -> ModelDimensions {
+/// A model's sizes as the formulas of [`manylora_core::budget`] want them.
+pub fn model_dimensions(spec: &ModelSpec) -> ModelDimensions {
     ModelDimensions {
         layers: spec.layers as u64,
         hidden: spec.hidden_size as u64,

@@ -113,3 +113,22 @@ pub fn answers(engine: &EngineHandle, requests: Vec<GenerateRequest>) -> Vec<Ans
         })
         .collect()
 }
+
+/// Every ordering of base, ALPHA, BETA, ALPHA in one batch, the same prompt and sampling object: each answer is the one that
+/// it is alone.
+pub fn assert_every_ordering(engine: &Engine, oracle: &Oracle) {
+    let prompt = oracle.prompt("long");
+    let solo = |adapter| answers(engine, vec![request(&prompt, adapter, greedy(8))]).remove(0);
+    let [base, alpha, beta] = [None, Some("alpha"), Some("beta")].map(solo);
+    let all = [(None, &base), (Some("alpha"), &alpha), (Some("beta"), &beta), (Some("alpha"), &alpha)];
+    for code in 0..256_usize {
+        let order = [code & 3, code >> 2 & 3, code >> 4 & 3, code >> 6];
+        if (0..4).any(|index| !order.contains(&index)) {
+            continue;
+        }
+        let requests = order.iter().map(|&index| request(&prompt, all[index].0, greedy(8))).collect();
+        for (answer, &index) in answers(engine, requests).iter().zip(&order) {
+            assert_eq!(answer, all[index].1, "{order:?}");
+        }
+    }
+}

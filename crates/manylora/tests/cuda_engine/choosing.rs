@@ -122,6 +122,28 @@ pub(crate) fn memory_of_others() {
     }
 }
 
+/// `auto` keeps what is stored as float16 in float16, which a processor computes in bfloat16.
+pub(crate) fn float16_stays_float16() {
+    let folder = tempfile::tempdir().unwrap();
+    for file in std::fs::read_dir(Oracle::open("llama").base_folder()).unwrap() {
+        let file = file.unwrap();
+        std::fs::copy(file.path(), folder.path().join(file.file_name())).unwrap();
+    }
+    let path = folder.path().join("config.json");
+    let mut spec: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    spec.as_object_mut().unwrap().remove("torch_dtype");
+    spec["dtype"] = "float16".into();
+    std::fs::write(&path, spec.to_string()).unwrap();
+    for (device, dtype) in [(Device::Cuda { ordinal: 0 }, "float16"), (Device::Cpu, "bfloat16")] {
+        let mut settings = config(device);
+        folder.path().clone_into(&mut settings.model);
+        let engine = Engine::start(settings).unwrap();
+        assert_eq!(engine.info().dtype, dtype, "{device:?}");
+        let tokens = answers(&engine, vec![request(&[5, 6, 7], None, greedy(4))]).remove(0).0;
+        assert_eq!(tokens.len(), 4);
+    }
+}
+
 pub(crate) fn what_a_card_does_not_do() {
     let text = refusal(|config| config.dtype = DType::Float32);
     assert_says(&text, &["float32", "bfloat16"]);

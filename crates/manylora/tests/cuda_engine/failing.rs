@@ -1,13 +1,13 @@
 //! What becomes of failures of the device, of aborts and of the end.
 
 use std::collections::BTreeSet;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use manylora::{AdapterSource, EngineError};
 
 use crate::common::{Oracle, adapter_path, greedy, request};
 use crate::serving::on_card;
-use crate::stand_in::{Held, StandIn};
+use crate::stand_in::StandIn;
+use crate::stand_in::sweep::sweep;
 
 /// Starts, loads two adapters one of which takes the other's place, generates in a batch, and ends.
 fn session(oracle: &Oracle) -> Result<(), EngineError> {
@@ -33,59 +33,23 @@ fn session(oracle: &Oracle) -> Result<(), EngineError> {
     Ok(())
 }
 
-/// Functions that give something back: that thing is lost if they fail, and there is nobody to tell.
-fn gives_back(function: &str) -> bool {
-    ["Destroy", "Free", "Unload", "Release"].iter().any(|part| function.contains(part))
-}
-
 /// Calls of a function that are made to fail: the first few, some in the middle, the last few.
-fn chosen(count: u64) -> BTreeSet<u64> {
+fn chosen(count: u64) -> Vec<u64> {
     let middle = [count / 4, count / 2, 3 * count / 4];
-    [1, 2, count.saturating_sub(1), count].into_iter().chain(middle).filter(|&nth| nth >= 1 && nth <= count).collect()
+    let all = [1, 2, count.saturating_sub(1), count].into_iter().chain(middle);
+    // Each once.
+    all.filter(|&nth| nth >= 1 && nth <= count).collect::<BTreeSet<u64>>().into_iter().collect()
 }
 
 /// One function of the driver or of cuBLASLt fails, each in turn: a clean error, no panic, no hang, nothing left behind.
 pub(crate) fn every_function_in_turn() {
     let oracle = Oracle::open("llama");
-    let stand_in = StandIn::get();
-    stand_in.reset_counts();
-    session(&oracle).unwrap();
-    stand_in.assert_nothing_held();
-    let functions = stand_in.all_calls();
-    assert!(functions.len() > 40, "{functions:?}");
-    let (mut runs, mut noticed, mut lost) = (0, 0, Held::default());
-    for (function, count) in &functions {
-        for nth in chosen(*count) {
-            // Codes that both libraries know: what is left when nothing else fits.
-            let code = if function.starts_with("cublas") { 14 } else { 999 };
-            let what = format!("call {nth} of {count} of `{function}` with {code}");
-            // The last one that is told is the one that hangs.
-            println!("{what}");
-            stand_in.fail(function, nth, code);
-            let result = catch_unwind(AssertUnwindSafe(|| session(&oracle)));
-            stand_in.forget_failures();
-            match result {
-                Err(panic) => panic!("{what}: {panic:?}"),
-                Ok(Ok(())) => {}
-                Ok(Err(error)) => {
-                    noticed += 1;
-                    let text = error.to_string();
-                    assert!(!text.contains("its thread failed"), "{what}: {text}");
-                }
-            }
-            let held = stand_in.held();
-            if gives_back(function) {
-                lost = held;
-            } else {
-                assert_eq!(held, lost, "left behind: {what}");
-            }
-            runs += 1;
-        }
-    }
-    session(&oracle).unwrap();
-    assert_eq!(stand_in.held(), lost);
-    println!("{runs} failures of {} functions, {noticed} of them errors", functions.len());
-    assert!(runs > 100 && noticed > runs / 2, "{runs} {noticed}");
+    // Codes that both libraries know: what is left when nothing else fits.
+    let codes = |function: &str| -> &'static [i32] { if function.starts_with("cublas") { &[14] } else { &[999] } };
+    let clean = |what: &str, text: &str| assert!(!text.contains("its thread failed"), "{what}: {text}");
+    let swept = sweep(|| session(&oracle), chosen, codes, clean);
+    let (functions, runs, noticed) = (swept.functions, swept.runs, swept.noticed);
+    assert!(functions > 40 && runs > 100 && noticed > runs / 2, "{functions} {runs} {noticed}");
 }
 
 /// Requests are aborted while they run, and the engine is dropped while they run: everything ends, nothing is held.

@@ -8,7 +8,9 @@ use manylora_core::budget::{TargetModule, card};
 use manylora_kernels::cuda;
 use manylora_kernels::{Module, Site, SiteShape};
 
-use crate::common::{Answer, Oracle, adapter_path, answers, engine, greedy, in_memory, load, request};
+use crate::common::{
+    Answer, Oracle, adapter_path, answers, assert_every_ordering, engine, greedy, in_memory, load, request,
+};
 use crate::stand_in::StandIn;
 
 pub(crate) const ADAPTERS: [Option<&str>; 7] =
@@ -208,18 +210,7 @@ fn formulas() {
     for base in ["llama", "llama-tied", "qwen2", "qwen3", "mistral"] {
         let oracle = Oracle::open(base);
         let spec = manylora_model::checkpoint::Checkpoint::open(&oracle.base_folder()).unwrap().spec;
-        let dimensions = manylora_core::budget::ModelDimensions {
-            layers: spec.layers as u64,
-            hidden: spec.hidden_size as u64,
-            intermediate: spec.intermediate_size as u64,
-            heads: spec.heads as u64,
-            kv_heads: spec.kv_heads as u64,
-            head_dim: spec.head_dim as u64,
-            vocabulary: spec.vocab_size as u64,
-            tied: spec.tied,
-            attention_bias: spec.qkv_bias,
-            head_norm: spec.qk_norm,
-        };
+        let dimensions = manylora::model_dimensions(&spec);
         let engine = on_card(&oracle, |_| {});
         assert_eq!(dimensions.card_weight_bytes(), engine.info().weight_bytes, "{base}");
     }
@@ -281,20 +272,7 @@ pub(crate) fn a_29_slots_are_clean() {
 pub(crate) fn a_36_every_ordering_of_one_batch() {
     let oracle = Oracle::open("llama");
     let engine = with_adapters(&oracle, |config| config.batch_invariant = true);
-    let prompt = oracle.prompt("long");
-    let solo = |adapter| answers(&engine, vec![request(&prompt, adapter, greedy(8))]).remove(0);
-    let [base, alpha, beta] = [None, Some("alpha"), Some("beta")].map(solo);
-    let all = [(None, &base), (Some("alpha"), &alpha), (Some("beta"), &beta), (Some("alpha"), &alpha)];
-    for code in 0..256_usize {
-        let order = [code & 3, code >> 2 & 3, code >> 4 & 3, code >> 6];
-        if (0..4).any(|index| !order.contains(&index)) {
-            continue;
-        }
-        let requests = order.iter().map(|&index| request(&prompt, all[index].0, greedy(8))).collect();
-        for (answer, &index) in answers(&engine, requests).iter().zip(&order) {
-            assert_eq!(answer, all[index].1, "{order:?}");
-        }
-    }
+    assert_every_ordering(&engine, &oracle);
 }
 
 /// A-37, promise P4: LoRA off, on with nothing loaded, and on with idle adapters give identical base results.

@@ -28,7 +28,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub use adapter::CudaAdapter;
 pub use buffer::{CudaBuffer, CudaVector, CudaWeight};
 pub use kv::CudaKvCache;
-pub use product::ProductChoice;
+pub use product::{ProductChoice, ProductSource};
 pub use room::{
     StepRoom, activation_bytes, kv_cache_bytes, matrices_bytes, packed_adapter_bytes, step_bytes, vector_bytes,
 };

@@ -28,18 +28,28 @@ pub enum ProductChoice {
     Own,
 }
 
+/// Where products go on a machine.
+#[derive(Debug)]
+pub enum ProductSource {
+    /// To this library.
+    Library(&'static BlasLibrary),
+    /// To our own kernels, which need no working memory; with the reason, where the library was wanted.
+    Own(Option<CudaError>),
+}
+
 impl ProductChoice {
-    /// The library that products go to on this machine, looked for in `folders` too; `None`: to our own kernels, and then
-    /// no working memory is needed. A library that [`BLAS_VARIABLE`] names is never passed over.
-    pub fn library(self, folders: &[PathBuf]) -> Result<Option<&'static BlasLibrary>, CudaError> {
-        match self {
-            Self::Own => Ok(None),
-            Self::Library => BlasLibrary::load(folders).map(Some),
-            Self::Auto => match BlasLibrary::load(folders) {
-                Ok(library) => Ok(Some(library)),
-                Err(_) if std::env::var_os(BLAS_VARIABLE).is_none_or(|name| name.is_empty()) => Ok(None),
-                Err(error) => Err(error),
-            },
+    /// Where products go on this machine. The library is looked for in `folders` too; one that [`BLAS_VARIABLE`] names is
+    /// never passed over.
+    pub fn source(self, folders: &[PathBuf]) -> Result<ProductSource, CudaError> {
+        if self == Self::Own {
+            return Ok(ProductSource::Own(None));
+        }
+        match BlasLibrary::load(folders) {
+            Ok(library) => Ok(ProductSource::Library(library)),
+            Err(why) if self == Self::Auto && std::env::var_os(BLAS_VARIABLE).is_none_or(|name| name.is_empty()) => {
+                Ok(ProductSource::Own(Some(why)))
+            }
+            Err(error) => Err(error),
         }
     }
 }
@@ -82,12 +92,14 @@ impl Products {
         workspace: Option<usize>,
         algorithms: AlgorithmChoice,
     ) -> Result<Self, CudaError> {
-        if choice.library(folders)?.is_some() {
-            let workspace = workspace.unwrap_or_else(|| Matmul::advised_workspace(arena.context()));
-            return Ok(Self::Library(Box::new(Matmul::new(arena, folders, workspace, algorithms)?)));
-        }
+        let why = match choice.source(folders)? {
+            ProductSource::Library(_) => {
+                let workspace = workspace.unwrap_or_else(|| Matmul::advised_workspace(arena.context()));
+                return Ok(Self::Library(Box::new(Matmul::new(arena, folders, workspace, algorithms)?)));
+            }
+            ProductSource::Own(why) => why,
+        };
         let few_rows = kernels.kernel(&format!("matmul_few_rows_{format}"))?;
-        let why = if choice == ProductChoice::Own { None } else { BlasLibrary::load(folders).err() };
         Ok(Self::Own { few_rows, rows: kernels.kernel(&format!("matmul_{format}"))?, why })
     }
 
