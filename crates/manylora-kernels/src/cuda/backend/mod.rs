@@ -387,7 +387,9 @@ impl Backend for CudaBackend {
 
     fn kv_cache(&self, shape: KvShape) -> Result<CudaKvCache, KernelError> {
         self.check_dtype(shape.dtype)?;
-        Ok(CudaKvCache::new(&self.arena, self.device.compute(), shape)?)
+        let cache = CudaKvCache::new(&self.arena, self.device.compute(), shape)?;
+        self.state().places = Some(cache.places);
+        Ok(cache)
     }
 
     fn pack_adapter(

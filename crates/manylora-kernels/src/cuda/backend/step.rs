@@ -10,6 +10,7 @@ use super::super::stream::Stream;
 use super::adapter::{CudaAdapter, DeviceTable};
 use super::block::{Capacity, RowBlock, TILE};
 use super::items::AttentionItems;
+use super::kv::Places;
 use super::product::Products;
 use super::room::StepRoom;
 use crate::backend::{AdapterTable, RowSet};
@@ -71,6 +72,8 @@ pub(super) struct StepState {
     pub(super) broken: Option<CudaError>,
     /// Recorded steps have addresses of memory that was replaced.
     pub(super) moved: bool,
+    /// Of the KV cache, once there is one.
+    pub(super) places: Option<Places>,
     items: AttentionItems,
     pub(super) group: usize,
     sites: usize,
@@ -109,6 +112,7 @@ impl StepState {
             fetched: Readback::new(arena.context(), greedy)?,
             broken: None,
             moved: false,
+            places: None,
             items: AttentionItems::default(),
             group: heads / kv_heads.max(1),
             sites,
@@ -194,7 +198,7 @@ impl StepState {
         let (touched, s_stride) = self.provide(arena, &batch.adapters, adapters)?;
         self.items.list(batch, self.group, self.batch.capacity().partials);
         self.batch.touched = touched;
-        self.batch.send_step(&self.stream, batch, &self.items, (s_stride, self.table.places()))
+        self.batch.send_step(&self.stream, batch, &self.items, (s_stride, self.table.places()), self.places)
     }
 
     /// See [`crate::Backend::begin_samples`].
