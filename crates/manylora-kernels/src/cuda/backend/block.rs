@@ -10,7 +10,7 @@ use super::super::memory::{DeviceElement, DevicePointer};
 use super::super::staging::{Section, StepBlock, StepLayout, StepWriter};
 use super::super::stream::Stream;
 use super::items::AttentionItems;
-use super::kv::Places;
+use super::kv::Positions;
 use crate::batch::{RowAdapterPlan, StepBatch};
 
 /// Entries of a tile.
@@ -165,7 +165,7 @@ impl RowBlock {
         batch: &StepBatch,
         items: &AttentionItems,
         (s_stride, places): (usize, &[u32]),
-        cache: Option<Places>,
+        cache: Option<&Positions>,
     ) -> Result<(), CudaError> {
         let rows = batch.rows();
         self.choose(rows, batch.adapters.entries().len());
