@@ -36,7 +36,7 @@ const CASES: &[Row] = &[
     ("choosing::a_driver_too_old", choosing::a_driver_too_old, Some(Build::Plain), &[("EMU_DRIVER_VERSION", "11080")]),
     ("choosing::too_little_memory", choosing::too_little_memory, Some(Build::Plain), &[("EMU_MEMORY", "4194304")]),
     ("choosing::memory_of_others", choosing::memory_of_others, Some(Build::Plain), &[]),
-    ("choosing::all_of_the_memory", choosing::all_of_the_memory, Some(Build::Plain), EAGER),
+    ("choosing::all_of_the_memory", choosing::all_of_the_memory, Some(Build::Plain), &[("EMU_MEMORY", "134217728")]),
     ("choosing::float16_stays_float16", choosing::float16_stays_float16, Some(Build::Plain), &[]),
     ("choosing::what_a_card_does_not_do", choosing::what_a_card_does_not_do, Some(Build::Plain), &[]),
     ("serving::greedy_agrees_with_the_processor", serving::greedy_agrees_with_the_processor, Some(Build::Plain), EAGER),

@@ -254,20 +254,20 @@ pub(crate) fn blocks_and_adapters_share_memory() {
 pub(crate) fn blocks_hold_nothing_of_adapters() {
     let mut toy = Toy::without_adapters(elastic(false), DTYPE, 1);
     let backend = Arc::clone(&toy.backend);
-    let read = |toy: &Toy<CudaBackend>, block: u32| backend.read_block(&toy.cache, block).unwrap();
+    let read = |block: u32| backend.read_block(block).unwrap();
     // Rows of the first position of their block only: the others stay as they were.
     let first = batch(&[Part::new(0, 0, 1, &[])], BLOCKS);
     let last = BLOCKS as u32 - 1;
     let mut kept = Vec::new();
     for round in 0..3 {
-        assert_eq!(read(&toy, 0), None);
+        assert_eq!(read(0), None);
         // All but two blocks go.
         backend.release_blocks(&mut toy.cache, &(0..last - 1).collect::<Vec<u32>>());
         let room = backend.adapter_usage().capacity;
         assert!(room >= 2 * backend.adapter_bytes(&filler_sites(300), DTYPE), "{room}");
         let adapters = [filler(&backend, 300), filler(&backend, 250)];
         toy.step(&first);
-        let content = read(&toy, last).unwrap();
+        let content = read(last).unwrap();
         let part = content.len() / 4;
         let row = part / BLOCK_SIZE;
         for (index, part) in content.chunks(part).enumerate() {
@@ -281,10 +281,10 @@ pub(crate) fn blocks_hold_nothing_of_adapters() {
         let parts: Vec<Part> = (0..40).map(|sequence| Part::new(sequence, 0, 1, &[])).collect();
         toy.step(&batch(&parts, 2));
         for sequence in 1..40 {
-            let content = read(&toy, (BLOCKS - 1 - 2 * sequence) as u32).unwrap();
+            let content = read((BLOCKS - 1 - 2 * sequence) as u32).unwrap();
             assert!(content.chunks(part).all(|part| part[row..].iter().all(|&byte| byte == 0)), "round {round}");
         }
-        assert_eq!(read(&toy, last), Some(kept.clone()), "round {round}");
+        assert_eq!(read(last), Some(kept.clone()), "round {round}");
     }
 }
 

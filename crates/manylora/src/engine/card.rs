@@ -29,7 +29,7 @@ const DRIVER_SHARE: u64 = 40;
 const DRIVER_LIMIT: u64 = 1 << 30;
 /// One part in so many, up to a limit, is left free for what the driver takes later: recorded steps, cuBLASLt's code.
 const LATER_SHARE: u64 = 160;
-const LATER_LIMIT: u64 = 256 << 20;
+const LATER_LIMIT: u64 = 512 << 20;
 
 /// A card that can compute.
 pub(super) struct Card {

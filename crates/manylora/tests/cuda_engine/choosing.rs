@@ -123,7 +123,7 @@ pub(crate) fn memory_of_others() {
 
 /// All of a card that nobody else uses can be had: what the driver took to open it is seen, and left to it.
 pub(crate) fn all_of_the_memory() {
-    let (total, driver) = (1u64 << 30, 20 << 20);
+    let (total, driver, more) = (128u64 << 20, 2 << 20, 6 << 20);
     let mut settings = config(Device::Cuda { ordinal: 0 });
     settings.gpu_memory_utilization = 1.0;
     settings.lora_memory_bytes = Some(1 << 20);
@@ -140,10 +140,10 @@ pub(crate) fn all_of_the_memory() {
     assert_eq!(answers(&engine, vec![request(&[5, 6, 7], None, greedy(2))])[0].0.len(), 2);
     drop((engine, taken));
     // More than a driver takes is others', whatever is asked for.
-    let taken = taken_by(40 << 20);
+    let taken = taken_by(more);
     let text = Engine::start(settings.clone()).expect_err("others have a part").to_string();
-    let (driver, free) = (total / 40, total - (40 << 20));
-    let others = (40 << 20) - driver;
+    let (driver, free) = (total / 40, total - more);
+    let others = more - driver;
     assert_says(&text, &[&format!("{free} are free (others have {others} bytes, the driver {driver})")]);
     settings.gpu_memory_utilization = (total - others) as f64 / total as f64;
     let engine = Engine::start(settings).unwrap();

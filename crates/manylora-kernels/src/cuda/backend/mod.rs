@@ -273,7 +273,7 @@ impl CudaBackend {
     }
 
     /// What is in a KV block's memory, if it has any: for tests.
-    pub fn read_block(&self, _cache: &CudaKvCache, block: u32) -> Result<Option<Vec<u8>>, KernelError> {
+    pub fn read_block(&self, block: u32) -> Result<Option<Vec<u8>>, KernelError> {
         let state = self.state();
         let Some(positions) = &state.positions else { return Ok(None) };
         Ok(positions.read(self.adapters.shared(), self.device.compute(), block)?)
