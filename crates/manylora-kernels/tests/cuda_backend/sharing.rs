@@ -78,7 +78,7 @@ impl World {
     }
 
     fn below(&mut self, end: usize) -> usize {
-        ((self.numbers.next() + 1.0) / 2.0 * end as f32) as usize % end
+        (f32::midpoint(self.numbers.next(), 1.0) * end as f32) as usize % end
     }
 
     fn adapter_bytes(&self) -> usize {
