@@ -1,5 +1,5 @@
 // All that happens to q, k and v between the projections and attention, in one launch: bias, per-head norm, rotary
-// embedding (half-split pairs, as Hugging Face's rotate_half), and the write of k and v to their slots of the paged cache.
+// embedding (half-split pairs, as Hugging Face's rotate_half), and the write of k and v to their places of the paged cache.
 // A warp takes one head of one row; a lane keeps its pairs (i, i + head_dim / 2) in registers throughout.
 #include "include/rows.cuh"
 

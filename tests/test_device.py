@@ -31,7 +31,7 @@ def test_auto_takes_the_processor_and_says_why(make_engine: MakeEngine, caplog: 
     caplog.set_level(logging.INFO, logger="manylora")
     llm = make_engine(device="auto")
     info = llm.llm_engine.core.info()
-    assert (info.device, info.adapter_memory_bytes) == ("cpu", None)
+    assert info.device == "cpu"
     assert info.device_reason.startswith("device auto: cpu, because no NVIDIA driver")
     (record,) = [record for record in caplog.records if "device auto" in record.getMessage()]
     # Where there is no card nobody has to be warned.

@@ -155,13 +155,12 @@ impl Bench {
             ("reserved", said.reserved_bytes(), held.reserved),
             // What steps need is planned with the rotary tables, and held without them.
             ("weights, working", said.weight_bytes + said.working_bytes, held.weights + held.working),
-            ("KV blocks", said.kv_cache_bytes, held.kv_cache),
-            ("room for adapters", said.adapter_bytes, held.adapter_room),
+            ("KV blocks, adapters", said.shared_bytes, held.kv_cache + held.adapter_room),
             ("adapters", stats.core.adapter_bytes, held.adapters),
         ];
         for (what, said, held) in pairs {
             let same = if said == held { "as planned" } else { "NOT as planned" };
-            let text = format!("ledger, {adapters} adapters: {what:<18} {held:>14} bytes, planned {said:>14}: {same}");
+            let text = format!("ledger, {adapters} adapters: {what:<19} {held:>14} bytes, planned {said:>14}: {same}");
             self.say(
                 &text,
                 json!({ "case": "ledger", "adapters": adapters, "what": what, "planned": said, "held": held }),

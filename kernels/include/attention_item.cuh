@@ -41,7 +41,7 @@ template <typename T, int Tiles, int Dimensions> struct Shared {
     T query[Tiles * 16 * (Dimensions + QUERY_PAD)];
     T weight[Tiles * 16 * WEIGHT_STRIDE];
     float maximum[WARPS][Tiles * 16];
-    // Place of each key of the partition in the cache; NO_SLOT: no row sees it.
+    // Place of each key of the partition in the layer's cache; NO_SLOT: no row sees it.
     i32 slot[PARTITION];
 };
 

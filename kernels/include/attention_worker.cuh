@@ -53,8 +53,7 @@ template <typename T, int Lane, int Tiles> struct Worker {
             const i32 key = partition * PARTITION + index;
             i32 slot = NO_SLOT;
             if (key >= chunk.key_begin && key < chunk.key_end) {
-                const i32 block = static_cast<i32>(__ldg(chunk.table + key / attention.block_size));
-                slot = block * attention.block_size + key % attention.block_size;
+                slot = static_cast<i32>(__ldg(chunk.table + key / attention.block_size)) + key % attention.block_size;
             }
             memory.slot[index] = slot;
         }

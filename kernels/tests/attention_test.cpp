@@ -11,6 +11,8 @@ using check::Case;
 using check::Random;
 
 constexpr int PARTITION = 256;
+// The cache has several layers; the one that is read is neither its first nor its last.
+constexpr int LAYERS = 3, LAYER = 1;
 
 struct Sequence {
     int position; // of its first row
@@ -65,7 +67,7 @@ template <typename T> struct Problem {
     std::vector<uint32_t> tables;
     int rows = 0;
     int blocks = 0;
-    std::vector<T> keys, values; // the caches
+    std::vector<T> cache;
     std::vector<float> q;
     int q_stride, out_stride;
     float scale;
@@ -84,26 +86,27 @@ template <typename T> struct Problem {
         }
         blocks += 3;
         for (size_t i = tables.size(); i > 1; --i) std::swap(tables[i - 1], tables[random.below(static_cast<int>(i))]);
-        for (uint32_t& block : tables) block = blocks - 1 - block;
-        const size_t width = size_t(shape.kv_heads) * shape.head_dim;
-        keys.resize(blocks * shape.block_size * width);
-        values.resize(keys.size());
+        for (uint32_t& block : tables) block = (blocks - 1 - block) * 2 * LAYERS * shape.block_size;
+        cache.resize(size_t(blocks) * 2 * LAYERS * shape.block_size * width());
         // What is not a key of a sequence is NaN: to touch it shows.
-        std::memset(keys.data(), 0xff, keys.size() * 2);
-        std::memset(values.data(), 0xff, values.size() * 2);
+        std::memset(cache.data(), 0xff, cache.size() * 2);
         for (size_t s = 0; s < sequences.size(); ++s) {
             for (int key = 0; key < sequences[s].position + sequences[s].rows; ++key) {
-                for (size_t i = 0; i < width; ++i) {
-                    keys[place(s, key) * width + i] = T::from(random.normal());
-                    values[place(s, key) * width + i] = T::from(random.normal());
+                for (size_t i = 0; i < width(); ++i) {
+                    cache[keys() + place(s, key) * width() + i] = T::from(random.normal());
+                    cache[values() + place(s, key) * width() + i] = T::from(random.normal());
                 }
             }
         }
         q = check::random_vector<float>(random, size_t(rows) * q_stride, 1.5);
     }
 
+    size_t width() const { return size_t(shape.kv_heads) * shape.head_dim; }
+    // Where the layer's keys and values start in the cache.
+    size_t keys() const { return size_t(2 * LAYER) * shape.block_size * width(); }
+    size_t values() const { return keys() + shape.block_size * width(); }
     size_t place(size_t s, int key) const {
-        return size_t(tables[sequence_table[s] + key / shape.block_size]) * shape.block_size + key % shape.block_size;
+        return size_t(tables[sequence_table[s] + key / shape.block_size]) + key % shape.block_size;
     }
 
     std::vector<T> run(const Work& work, unsigned grid) const {
@@ -118,7 +121,9 @@ template <typename T> struct Problem {
             reduce_first(work.reduce_first), reduce_count(work.reduce_count);
         const Buffer<uint32_t> table_memory(tables);
         const Buffer<float> q_memory(q), partials(size_t(work.slots) * shape.heads * (shape.head_dim + 4));
-        const Buffer<T> key_memory(keys), value_memory(values);
+        const Buffer<T> cache_memory(cache);
+        const T* const key_memory = cache_memory.get() + keys();
+        const T* const value_memory = cache_memory.get() + values();
         // Left as it is where no row writes.
         const Buffer<T> out(std::vector<T>(size_t(rows) * out_stride, T::from(7)));
         const std::string bucket = shape.head_dim <= 64 ? "64" : shape.head_dim <= 128 ? "128" : "256";
@@ -140,7 +145,6 @@ template <typename T> struct Problem {
                 const int begin = shape.window == 0 ? 0 : std::max(0, position - shape.window + 1);
                 for (int head = 0; head < shape.heads; ++head) {
                     const size_t column = size_t(head / group) * shape.head_dim;
-                    const size_t width = size_t(shape.kv_heads) * shape.head_dim;
                     std::vector<double> weights;
                     double largest = -1e300;
                     for (int key = begin; key <= position; ++key) {
@@ -148,7 +152,7 @@ template <typename T> struct Problem {
                         for (int d = 0; d < shape.head_dim; ++d) {
                             // The kernel takes q as T.
                             const float query = T::from(q[size_t(row) * q_stride + head * shape.head_dim + d]).value();
-                            score += double(query) * double(keys[place(s, key) * width + column + d].value());
+                            score += double(query) * double(cache[keys() + place(s, key) * width() + column + d].value());
                         }
                         weights.push_back(score * double(scale));
                         largest = std::max(largest, weights.back());
@@ -158,7 +162,8 @@ template <typename T> struct Problem {
                     for (int d = 0; d < shape.head_dim; ++d) {
                         double want = 0, size = 0;
                         for (int key = begin; key <= position; ++key) {
-                            const double term = weights[key - begin] / sum * double(values[place(s, key) * width + column + d].value());
+                            const T value = cache[values() + place(s, key) * width() + column + d];
+                            const double term = weights[key - begin] / sum * double(value.value());
                             want += term;
                             size += std::abs(term);
                         }

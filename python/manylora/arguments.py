@@ -181,7 +181,7 @@ MEMORY = (
         "kv_cache_memory_bytes",
         None,
         Kind.COUNT,
-        "bytes shared by KV blocks and adapters, on a card of KV blocks alone; None = from free memory",
+        "bytes shared by KV blocks and adapters; None = from free memory, on a card what gpu_memory_utilization leaves",
     ),
     _honoured(
         "gpu_memory_utilization",
@@ -287,7 +287,7 @@ LORA = (
         "lora_memory_bytes",
         None,
         Kind.COUNT,
-        "bytes for adapters; None = elastic, shared with the KV cache; on a card a quarter of what weights leave",
+        "most bytes of adapters; None = elastic, shared with the KV cache",
         ours=True,
     ),
     _honoured(

@@ -63,11 +63,8 @@ class LLM:
         if info.device_reason is not None:
             # Where there is a card that is not used, this is worth seeing without asking.
             logger.log(logging.WARNING if info.device_reason in info.notes else logging.INFO, info.device_reason)
-        if info.adapter_memory_bytes is None:
-            division = f"{_bytes(info.ledger_bytes)} for {blocks} and for adapters"
-        else:
-            division = f"{_bytes(info.ledger_bytes)} for {blocks}; {_bytes(info.adapter_memory_bytes)} for adapters"
-        logger.info("%s; %s; %s; max_model_len %s", info.backend, working, division, info.max_model_len)
+        shared = f"{_bytes(info.ledger_bytes)} for {blocks} and for adapters"
+        logger.info("%s; %s; %s; max_model_len %s", info.backend, working, shared, info.max_model_len)
         # A lowered context, what dequantizing takes: seen without asking.
         for note in info.notes:
             if note != info.device_reason:

@@ -84,7 +84,7 @@ impl Card {
                 + buffers
                 + WORKSPACE_BYTES
                 + SPARE_BYTES,
-            adapter_bytes,
+            shared_bytes: adapter_bytes,
             products: ProductChoice::Auto,
             algorithms: AlgorithmChoice::Fastest,
             workspace_bytes: Some(WORKSPACE_BYTES),

@@ -149,13 +149,11 @@ impl ModelDimensions {
     }
 }
 
-/// The bytes of KV blocks and adapters: shared, or apart from each other.
+/// The bytes that KV blocks and adapters share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Ledger {
-    /// Those that both share, or those of KV blocks alone.
+    /// How many there are.
     pub bytes: u64,
-    /// Bytes that only adapters have, beside `bytes`; None: they share.
-    pub adapters_apart: Option<u64>,
     /// Bytes of a KV block.
     pub block_bytes: u64,
     /// Positions of a KV block.
@@ -165,8 +163,7 @@ pub struct Ledger {
 impl Ledger {
     /// KV blocks there are beside `adapter_bytes` of adapters: as many as fit whole.
     pub const fn blocks_beside(&self, adapter_bytes: u64) -> usize {
-        let taken = if self.adapters_apart.is_some() { 0 } else { adapter_bytes };
-        (self.bytes.saturating_sub(taken) / self.block_bytes) as usize
+        (self.bytes.saturating_sub(adapter_bytes) / self.block_bytes) as usize
     }
 
     /// Bytes of the KV blocks of one sequence of `tokens` positions.
@@ -179,13 +176,9 @@ impl Ledger {
         self.blocks_beside(adapter_bytes) * self.block_size
     }
 
-    /// Bytes that adapters can take at most: their own, or so many that one sequence of `max_model_len` always fits beside
-    /// them.
+    /// Bytes that adapters can take at most: one sequence of `max_model_len` always fits beside them.
     pub const fn adapter_room(&self, max_model_len: usize) -> u64 {
-        match self.adapters_apart {
-            Some(bytes) => bytes,
-            None => self.bytes.saturating_sub(self.sequence_bytes(max_model_len)),
-        }
+        self.bytes.saturating_sub(self.sequence_bytes(max_model_len))
     }
 }
 
@@ -223,7 +216,7 @@ mod tests {
 
     #[test]
     fn ledger_counts_whole_blocks() {
-        let ledger = Ledger { bytes: 1000, adapters_apart: None, block_bytes: 100, block_size: 16 };
+        let ledger = Ledger { bytes: 1000, block_bytes: 100, block_size: 16 };
         assert_eq!(ledger.blocks_beside(0), 10);
         assert_eq!(ledger.blocks_beside(1), 9);
         assert_eq!(ledger.blocks_beside(100), 9);
@@ -232,7 +225,5 @@ mod tests {
         assert_eq!(ledger.longest_sequence(250), 7 * 16);
         assert_eq!(ledger.adapter_room(17), 800);
         assert_eq!(ledger.adapter_room(usize::MAX), 0);
-        let apart = Ledger { adapters_apart: Some(300), ..ledger };
-        assert_eq!((apart.blocks_beside(0), apart.blocks_beside(300), apart.adapter_room(17)), (10, 10, 300));
     }
 }

@@ -27,9 +27,6 @@ pub enum LoraMemory {
     Elastic,
     /// At most this many bytes (still out of the shared ledger).
     Bytes(u64),
-    /// Exactly this many bytes, which KV blocks never get: `ledger_bytes` are those of KV blocks alone then. For devices
-    /// whose memory is split once, at the start.
-    Apart(u64),
 }
 
 /// Everything the control plane has to know. Validated by [`crate::ControlPlane::new`].
@@ -45,7 +42,7 @@ pub struct CoreConfig {
     pub block_size: usize,
     /// Bytes of one KV block over all layers.
     pub block_bytes: u64,
-    /// Bytes that KV blocks and adapters share, or those of KV blocks ([`LoraMemory::Apart`]).
+    /// Bytes that KV blocks and adapters share.
     pub ledger_bytes: u64,
     /// Whether finished blocks are kept for requests with the same prefix.
     pub enable_prefix_caching: bool,
@@ -76,12 +73,8 @@ pub struct CoreConfig {
 impl CoreConfig {
     /// The bytes of KV blocks and adapters.
     pub(crate) const fn ledger(&self) -> Ledger {
-        let adapters_apart = match self.lora_memory {
-            LoraMemory::Apart(bytes) => Some(bytes),
-            LoraMemory::Elastic | LoraMemory::Bytes(_) => None,
-        };
         let (bytes, block_bytes, block_size) = (self.ledger_bytes, self.block_bytes, self.block_size);
-        Ledger { bytes, adapters_apart, block_bytes, block_size }
+        Ledger { bytes, block_bytes, block_size }
     }
 
     /// Refuses what cannot work, alone or together.

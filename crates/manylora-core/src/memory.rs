@@ -1,4 +1,4 @@
-//! Moves bytes of the one ledger between adapters and KV blocks, unless each has its own.
+//! Moves bytes of the one ledger between adapters and KV blocks.
 //!
 //! Adapters take their exact bytes, resident or being loaded; KV blocks get what is left, in whole blocks. Adapters never
 //! take the room of one sequence of `max_model_len`: that way the sequence first in line can always run to its end, and
@@ -95,7 +95,7 @@ impl Memory {
             shelf: Shelf::new(config.eviction),
             ledger,
             adapter_room: match config.lora_memory {
-                LoraMemory::Elastic | LoraMemory::Apart(_) => room,
+                LoraMemory::Elastic => room,
                 LoraMemory::Bytes(bytes) => room.min(bytes),
             },
             max_resident: config.max_cpu_loras,
@@ -141,13 +141,6 @@ impl Memory {
     pub(crate) fn fits(&self, bytes: u64) -> Result<(), String> {
         if bytes <= self.adapter_room {
             return Ok(());
-        }
-        if self.ledger.adapters_apart.is_some() {
-            return Err(format!(
-                "it takes `{bytes}` bytes, with what must stay beside it (pinned adapters, those given from memory), and \
-                 the device has `{}` for adapters; raise lora_memory_bytes, or unpin",
-                self.adapter_room,
-            ));
         }
         Err(format!(
             "it takes `{bytes}` bytes, with what must stay beside it (pinned adapters, those given from memory), and \
@@ -234,9 +227,7 @@ impl Memory {
             Err(Shortage::Places)
         } else if total > self.adapter_room {
             Err(Shortage::Bytes)
-        } else if self.ledger.adapters_apart.is_none()
-            && self.ledger.blocks_beside(total) < keep_blocks.max(self.pool.held())
-        {
+        } else if self.ledger.blocks_beside(total) < keep_blocks.max(self.pool.held()) {
             Err(Shortage::Blocks(total))
         } else {
             Ok(())
@@ -271,9 +262,6 @@ impl Memory {
     pub(crate) fn free_blocks(&mut self, blocks: usize, victims: Victims<'_>, effects: &mut Vec<Effect>) -> bool {
         if self.pool.available() >= blocks {
             return true;
-        }
-        if self.ledger.adapters_apart.is_some() {
-            return false;
         }
         let (needed, bytes) = (self.pool.held() + blocks, self.adapter_bytes());
         let room = |memory: &Self, freed, _| {

@@ -167,9 +167,9 @@ pub struct MemoryUse {
     pub weights: u64,
     /// Activations, what steps tell the kernels, and the kernels' working memory.
     pub working: u64,
-    /// The KV cache.
+    /// What the KV cache has of what it shares with adapters.
     pub kv_cache: u64,
-    /// What adapters can have.
+    /// The rest of it: what adapters can have now.
     pub adapter_room: u64,
     /// What they have.
     pub adapters: u64,

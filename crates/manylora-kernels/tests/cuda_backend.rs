@@ -6,6 +6,8 @@
 
 #[path = "cuda_backend/cases.rs"]
 mod cases;
+#[path = "cuda_backend/sharing.rs"]
+mod sharing;
 mod stand_in;
 #[path = "cuda_backend/toy.rs"]
 mod toy;
@@ -37,11 +39,15 @@ const CASES: &[(&str, fn())] = &[
     ("bytes_are_what_was_said", cases::bytes_are_what_was_said),
     ("failures_come_out", cases::failures_come_out),
     ("a_move_that_fails_ends_the_step", cases::a_move_that_fails_ends_the_step),
+    ("blocks_and_adapters_share_memory", sharing::blocks_and_adapters_share_memory),
+    ("blocks_hold_nothing_of_adapters", sharing::blocks_hold_nothing_of_adapters),
+    ("blocks_that_cannot_be_moved_end_the_step", sharing::blocks_that_cannot_be_moved_end_the_step),
+    ("caches_that_do_not_fit_are_refused", sharing::caches_that_do_not_fit_are_refused),
     ("what_does_not_fit_is_refused", cases::what_does_not_fit_is_refused),
 ];
 
 /// Cases that take a minute under the checker, whose operations others check in seconds.
-const LONG: &[&str] = &["recorded_steps_are_the_same::checked"];
+const LONG: &[&str] = &["recorded_steps_are_the_same::checked", "blocks_and_adapters_share_memory::checked"];
 
 fn case(name: String, run: fn(), build: Build, environment: Environment) -> Case {
     let run = move || {
@@ -71,7 +77,9 @@ fn main() -> ExitCode {
     ));
     let all = all.into_iter().filter(|case| deep() || !LONG.contains(&case.name.as_str()));
     stand_in::cases::run_on_cards(all.collect(), |name| match name {
-        "failures_come_out::card" | "a_move_that_fails_ends_the_step::card" => Err("makes calls of the driver fail"),
+        "failures_come_out::card"
+        | "a_move_that_fails_ends_the_step::card"
+        | "blocks_that_cannot_be_moved_end_the_step::card" => Err("makes calls of the driver fail"),
         "launches_do_not_grow_with_adapters::card" => Err("counts launches"),
         "steps_run_without_cublaslt" => Err("cuBLASLt may be there"),
         _ => Ok(()),

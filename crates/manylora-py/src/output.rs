@@ -107,8 +107,6 @@ pub(crate) struct Info {
     backend: String,
     device: String,
     device_reason: Option<String>,
-    /// Bytes that only adapters have, on a card.
-    adapter_memory_bytes: Option<u64>,
     dtype: String,
     weight_bytes: u64,
     working_bytes: u64,
@@ -130,7 +128,6 @@ impl From<&EngineInfo> for Info {
             backend: info.backend.clone(),
             device: info.device.clone(),
             device_reason: info.device_reason.clone(),
-            adapter_memory_bytes: info.card.map(|card| card.adapter_bytes),
             dtype: info.dtype.to_owned(),
             weight_bytes: info.weight_bytes,
             working_bytes: info.working_bytes,

@@ -118,8 +118,7 @@ pub struct EngineConfig {
     pub max_num_batched_tokens: Option<usize>,
     /// Tokens per KV block.
     pub block_size: usize,
-    /// Bytes shared by KV blocks and adapters. None = from free memory. On a card: bytes of KV blocks; None = what the budget
-    /// leaves.
+    /// Bytes shared by KV blocks and adapters. None = from free memory; on a card: what its budget leaves.
     pub kv_cache_memory_bytes: Option<u64>,
     /// Share of a card's memory that the engine takes in all: the driver's own, weights, working memory, KV blocks, adapters.
     pub gpu_memory_utilization: f64,
@@ -146,8 +145,7 @@ pub struct EngineConfig {
     pub max_cpu_loras: Option<usize>,
     /// Which resident adapter goes when room is needed.
     pub lora_eviction: EvictionPolicyKind,
-    /// Bytes for adapters; None = elastic, out of the budget shared with the KV cache. On a card: None = a quarter of what
-    /// weights and working memory leave.
+    /// Most bytes of adapters; None = elastic. In either case out of the budget shared with the KV cache.
     pub lora_memory_bytes: Option<u64>,
     /// Directories adapters may come from; None = anywhere.
     pub lora_roots: Option<Vec<PathBuf>>,

@@ -40,11 +40,6 @@ pub const fn adapter_bytes(layers: u64, factors: u64) -> u64 {
     granules((sites(layers) * TABLE_ENTRY).next_multiple_of(FACTOR_ALIGNMENT) + factors)
 }
 
-/// Bytes of a KV cache of so many blocks.
-pub const fn kv_cache_bytes(blocks: u64, block_bytes: u64) -> u64 {
-    granules(blocks * block_bytes)
-}
-
 impl ModelDimensions {
     /// Bytes of all weights on a card. q, k and v lie one behind the other, and so do gate and up.
     pub fn card_weight_bytes(&self) -> u64 {

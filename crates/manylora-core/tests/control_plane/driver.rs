@@ -117,8 +117,6 @@ pub(crate) struct Progress {
 pub(crate) type TokenCount = fn(u64, RequestId) -> u32;
 
 pub(crate) struct Driver {
-    /// Adapters have bytes of their own.
-    pub(crate) apart: bool,
     pub(crate) core: ControlPlane,
     pub(crate) plan: StepPlan,
     pub(crate) requests: BTreeMap<RequestId, Progress>,
@@ -161,7 +159,6 @@ impl Driver {
         let blocks = (config.ledger_bytes / config.block_bytes) as usize;
         let most = |limit: Option<usize>| limit.unwrap_or(usize::MAX);
         Self {
-            apart: matches!(config.lora_memory, LoraMemory::Apart(_)),
             cap: most(config.max_loras).min(most(config.max_cpu_loras)),
             cells: vec![u64::MAX; blocks * config.block_size],
             core: ControlPlane::new(config).unwrap(),

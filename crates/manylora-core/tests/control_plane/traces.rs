@@ -103,7 +103,6 @@ fn limits(random: &mut Random, policy: SchedulingPolicy) -> CoreConfig {
         max_cpu_loras: random.chance(60).then(|| slots.unwrap_or(1) + random.below(3) as usize),
         lora_memory: match random.below(5) {
             0 | 1 => LoraMemory::Bytes(200 + random.below(1800)),
-            2 => LoraMemory::Apart(400 + random.below(1800)),
             _ => LoraMemory::Elastic,
         },
         max_deferred_steps: random.below(12),

@@ -188,8 +188,7 @@ impl World {
         assert_eq!(resident, stats.adapter_bytes);
         let taken = stats.adapter_bytes + stats.loading_bytes;
         assert!(taken <= stats.adapter_room);
-        let left = if self.driver.apart { stats.ledger_bytes } else { stats.ledger_bytes - taken };
-        assert_eq!(stats.total_blocks as u64, left / BLOCK_BYTES);
+        assert_eq!(stats.total_blocks as u64, (stats.ledger_bytes - taken) / BLOCK_BYTES);
     }
 
     fn with(&mut self, which: usize, event: impl FnOnce(RegistrationId) -> Event) {

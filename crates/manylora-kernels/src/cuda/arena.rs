@@ -2,7 +2,8 @@
 //!
 //! The device is asked once, at the start. Weights, buffers, the KV cache and adapters are parts of that reservation,
 //! so a step allocates nothing, addresses stay fixed (which captured graphs rely on), and one budget covers them all.
-//! A region can be carved out for parts that come and go (adapters), so that they never break up the rest.
+//! A region can be carved out for parts that come and go (adapters), so that they never break up the rest. It may end
+//! before its memory does: what lies behind is somebody else's (KV blocks), who works on it by the byte.
 //!
 //! Giving a part back is bookkeeping: the device may still be reading it. Whoever writes a part anew does so on a
 //! stream that has waited for those readers (see `staging`).
@@ -27,9 +28,9 @@ pub enum Holding {
     Weights,
     /// Activations, step data, working memory of kernels and of cuBLASLt.
     Buffers,
-    /// The paged KV cache.
-    KvCache,
-    /// Packed adapters and the table of them.
+    /// What KV blocks and packed adapters share.
+    Shared,
+    /// The table of adapters; in what is shared, packed adapters.
     Adapters,
 }
 
@@ -66,6 +67,7 @@ pub struct Arena {
 struct Shared {
     context: Arc<Context>,
     base: DevicePointer<u8>,
+    bytes: usize,
     state: Mutex<State>,
     /// Owns the bytes; last, so that it goes last.
     _backing: Backing,
@@ -108,7 +110,7 @@ impl Arena {
 
     fn over(context: &Arc<Context>, base: DevicePointer<u8>, bytes: usize, backing: Backing) -> Self {
         let state = Mutex::new(State { list: FreeList::new(bytes), held: [0; Holding::COUNT] });
-        Self { shared: Arc::new(Shared { context: Arc::clone(context), base, state, _backing: backing }) }
+        Self { shared: Arc::new(Shared { context: Arc::clone(context), base, bytes, state, _backing: backing }) }
     }
 
     /// A part of `len` elements, whose content is undefined. `what` names it in errors.
@@ -142,9 +144,68 @@ impl Arena {
         }
     }
 
+    /// Lets it end elsewhere, in whole granules, within its memory. False, and nothing is changed, if a part is in the way.
+    pub(super) fn resize(&self, capacity: usize) -> bool {
+        self.shared.state().list.resize(capacity.min(self.shared.bytes))
+    }
+
     /// Its context.
     pub fn context(&self) -> &Arc<Context> {
         &self.shared.context
+    }
+
+    /// Bytes of its memory, wherever it ends now.
+    pub(super) fn extent(&self) -> usize {
+        self.shared.bytes
+    }
+
+    /// Address of a byte of its memory.
+    pub(super) fn address(&self, at: usize) -> DevicePointer<u8> {
+        self.shared.base.add(at)
+    }
+
+    /// An error unless the range lies in its memory, behind its end.
+    fn behind(&self, range: &Range<usize>) -> Result<(), CudaError> {
+        let end = self.shared.state().list.capacity();
+        if end <= range.start && range.start <= range.end && range.end <= self.shared.bytes {
+            return self.shared.context.bind();
+        }
+        Err(CudaError::Range {
+            what: "memory behind a region",
+            len: self.shared.bytes,
+            start: range.start,
+            end: range.end,
+        })
+    }
+
+    /// Queues zeroing bytes behind its end.
+    pub(super) fn zero(&self, stream: &Stream, range: Range<usize>) -> Result<(), CudaError> {
+        self.behind(&range)?;
+        // SAFETY: the range was checked; the block outlives the stream's work.
+        unsafe { result::memset_d8_async(self.address(range.start).address(), 0, range.len(), stream.raw()) }
+            .of("cuMemsetD8Async")
+    }
+
+    /// Queues copying bytes behind its end to another place there, which does not overlap.
+    pub(super) fn copy(&self, stream: &Stream, to: usize, from: Range<usize>) -> Result<(), CudaError> {
+        let target = to..to.saturating_add(from.len());
+        self.behind(&from)?;
+        self.behind(&target)?;
+        if target.start < from.end && from.start < target.end {
+            return Err(CudaError::Range { what: "a copy that overlaps", len: from.start, start: to, end: target.end });
+        }
+        let (to, from, bytes) = (self.address(to), self.address(from.start), from.len());
+        // SAFETY: both ranges were checked.
+        unsafe { result::memcpy_dtod_async(to.address(), from.address(), bytes, stream.raw()) }.of("cuMemcpyDtoDAsync")
+    }
+
+    /// Copies bytes behind its end to `values`, and waits.
+    pub(super) fn read(&self, stream: &Stream, first: usize, values: &mut [u8]) -> Result<(), CudaError> {
+        self.behind(&(first..first.saturating_add(values.len())))?;
+        // SAFETY: the range was checked, `values` lives until the wait below is over.
+        let queued = unsafe { result::memcpy_dtoh_async(values, self.address(first).address(), stream.raw()) };
+        let done = stream.drain();
+        queued.of("cuMemcpyDtoHAsync").and(done)
     }
 }
 

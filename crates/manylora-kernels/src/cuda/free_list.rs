@@ -100,6 +100,27 @@ impl FreeList {
         true
     }
 
+    /// Makes the block longer or shorter, in whole granules. False, and nothing is changed, if a part is in the way.
+    pub(super) fn resize(&mut self, capacity: usize) -> bool {
+        let capacity = capacity / GRANULE * GRANULE;
+        let last = self.by_start.last_key_value().map(|(&start, &length)| (start, length));
+        let last = last.filter(|(start, length)| start + length == self.capacity);
+        let used = last.map_or(self.capacity, |(start, _)| start);
+        if capacity < used {
+            return false;
+        }
+        if let Some((start, length)) = last {
+            self.remove(start, length);
+        }
+        if capacity > used {
+            self.insert(used, capacity - used);
+        }
+        // In this order, so that nothing is ever below 0.
+        self.free = self.free + capacity - self.capacity;
+        self.capacity = capacity;
+        true
+    }
+
     /// Size of the block.
     pub(super) fn capacity(&self) -> usize {
         self.capacity
@@ -187,11 +208,11 @@ mod tests {
         #[test]
         fn parts_never_overlap_and_nothing_is_lost(
             capacity in 0usize..200,
-            // A number below 128 asks for so many half granules; others give a part back.
+            // A number below 128 asks for so many half granules; others give a part back, or move the end.
             actions in proptest::collection::vec((0u8..=255, any::<prop::sample::Index>()), 1..200),
         ) {
             let mut list = FreeList::new(capacity * GRANULE);
-            let mut live: Vec<Span> = Vec::new();
+            let (mut live, mut capacity): (Vec<Span>, usize) = (Vec::new(), capacity);
             for (action, index) in actions {
                 if action < 128 {
                     let bytes = action as usize * GRANULE / 2;
@@ -203,6 +224,12 @@ mod tests {
                         }
                         None => prop_assert!(largest < granules(bytes)),
                     }
+                } else if action >= 224 {
+                    let wanted = (action - 224) as usize * 7;
+                    let used = live.iter().map(|span| (span.start() + span.bytes()) / GRANULE).max().unwrap_or(0);
+                    prop_assert_eq!(list.resize(wanted * GRANULE + 1), wanted >= used);
+                    capacity = if wanted >= used { wanted } else { capacity };
+                    prop_assert_eq!(list.capacity(), capacity * GRANULE);
                 } else if !live.is_empty() {
                     let span = live.swap_remove(index.index(live.len()));
                     list.release(span);

@@ -25,8 +25,8 @@ mod stream;
 pub use arena::{Arena, ArenaUsage, DeviceSlice, Holding};
 pub use backend::{
     CudaAdapter, CudaBackend, CudaBuffer, CudaKvCache, CudaOptions, CudaVector, CudaWeight, ProductChoice,
-    ProductSource, StepRoom, activation_bytes, kv_cache_bytes, matrices_bytes, packed_adapter_bytes, step_bytes,
-    vector_bytes,
+    ProductSource, StepRoom, activation_bytes, kv_cache_bytes, matrices_bytes, most_kv_blocks, packed_adapter_bytes,
+    step_bytes, vector_bytes,
 };
 pub use context::{Context, DeviceMemoryState, DeviceProperties, LEAST_CAPABILITY, device_count};
 pub use device::Device;

@@ -130,6 +130,14 @@ impl Uploader {
         Ok(Upload { done })
     }
 
+    /// Lets what is queued on `stream` from now on wait for all uploads so far, those included whose target was given back
+    /// before they were done. The host does not wait.
+    pub(super) fn before(&self, stream: &Stream) -> Result<(), CudaError> {
+        let done = Event::new(self.copy.context())?;
+        self.copy.record(&done)?;
+        stream.wait(&done)
+    }
+
     /// Waits for all uploads.
     pub fn synchronize(&self) -> Result<(), CudaError> {
         self.copy.synchronize()

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use manylora_kernels::cpu::{CpuBackend, CpuOptions};
 use manylora_kernels::cuda::{
-    AlgorithmChoice, BlasLibrary, CudaBackend, CudaError, CudaOptions, ProductChoice, ProductSource,
+    AlgorithmChoice, BlasLibrary, CudaBackend, CudaError, CudaOptions, ProductChoice, ProductSource, kv_cache_bytes,
 };
 use manylora_kernels::{
     AdapterTable, Backend, BufferKind, LinearOutput, LinearPart, Module, PackedAdapter, RowSource, Site, SiteShape,
@@ -13,11 +13,11 @@ use manylora_kernels::{
 
 use crate::stand_in::StandIn;
 use crate::toy::{
-    BLOCKS, HEAD_DIM, HEADS, KV_HEADS, LAYERS, Matrix, Numbers, Part, ROWS, Toy, VOCABULARY, adapters, batch,
+    BLOCKS, HEAD_DIM, HEADS, KV_HEADS, LAYERS, Matrix, Numbers, Part, ROWS, Toy, VOCABULARY, adapters, batch, kv_shape,
     pack_adapter,
 };
 
-fn options(dtype: StorageType, graphs: bool) -> CudaOptions {
+pub(crate) fn options(dtype: StorageType, graphs: bool) -> CudaOptions {
     CudaOptions {
         ordinal: 0,
         dtype,
@@ -26,7 +26,7 @@ fn options(dtype: StorageType, graphs: bool) -> CudaOptions {
         kv_heads: KV_HEADS,
         head_dim: HEAD_DIM,
         memory_bytes: 48 << 20,
-        adapter_bytes: 4 << 20,
+        shared_bytes: kv_cache_bytes(&kv_shape(dtype)) + (4 << 20),
         products: ProductChoice::Auto,
         algorithms: AlgorithmChoice::OnePerWeight { rows: ROWS },
         workspace_bytes: Some(1 << 20),
@@ -217,7 +217,7 @@ fn linear_agrees(backend: &CudaBackend, dtype: StorageType, rows: usize, product
     }
 }
 
-fn bits(rows: &[Vec<f32>]) -> Vec<Vec<u32>> {
+pub(crate) fn bits(rows: &[Vec<f32>]) -> Vec<Vec<u32>> {
     rows.iter().map(|row| row.iter().map(|value| value.to_bits()).collect()).collect()
 }
 
@@ -443,7 +443,7 @@ pub(crate) fn a_move_that_fails_ends_the_step() {
     let (small, large) = (probe.adapter_bytes(&sites(16), dtype), probe.adapter_bytes(&sites(24), dtype));
     assert!(small < large && large <= 2 * small, "{small} {large}");
     drop(probe);
-    let backend = CudaBackend::open(CudaOptions { adapter_bytes: 3 * small, ..options(dtype, false) }).unwrap();
+    let backend = CudaBackend::open(CudaOptions { shared_bytes: 3 * small, ..options(dtype, false) }).unwrap();
     let mut stays = AdapterTable::new(1);
     let first = pack_adapter(&backend, &sites(16), dtype, 1);
     stays.install(0, Arc::new(pack_adapter(&backend, &sites(16), dtype, 2)));

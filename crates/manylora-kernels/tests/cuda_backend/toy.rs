@@ -111,7 +111,7 @@ pub(crate) struct Toy<B: Backend> {
     layers: Vec<Layer<B>>,
     cos: B::Vector,
     sin: B::Vector,
-    cache: B::KvCache,
+    pub(crate) cache: B::KvCache,
     /// hidden, normed, q, k, v, attended, gate, up, activated
     buffers: Vec<B::Buffer>,
     /// sampled, sampled_normed, logits
@@ -120,8 +120,22 @@ pub(crate) struct Toy<B: Backend> {
     windows: [Option<usize>; LAYERS],
 }
 
+pub(crate) fn kv_shape(dtype: StorageType) -> KvShape {
+    let (kv_heads, head_dim) = (KV_HEADS, HEAD_DIM);
+    KvShape { layers: LAYERS, kv_heads, head_dim, block_size: BLOCK_SIZE, blocks: BLOCKS, dtype }
+}
+
 impl<B: Backend> Toy<B> {
     pub(crate) fn new(backend: Arc<B>, dtype: StorageType, walk: u64) -> Self {
+        let mut toy = Self::without_adapters(backend, dtype, walk);
+        for (slot, sites) in adapters().iter().enumerate() {
+            let adapter = pack_adapter(&*toy.backend, sites, dtype, 100 + slot as u64);
+            toy.adapters.install(slot as u32, Arc::new(adapter));
+        }
+        toy
+    }
+
+    pub(crate) fn without_adapters(backend: Arc<B>, dtype: StorageType, walk: u64) -> Self {
         let mut numbers = Numbers(7);
         let matrix = |numbers: &mut Numbers, rows: usize, columns: usize| {
             let scale = [1.0, 0.5, 0.25, 0.125, 0.0625][(columns as f32).log(4.0) as usize];
@@ -160,10 +174,6 @@ impl<B: Backend> Toy<B> {
         let table = |f: fn(f64) -> f64| -> Vec<f32> {
             (0..POSITIONS * HEAD_DIM / 2).map(|index| f(angle(index)) as f32).collect()
         };
-        let mut table_of_adapters = AdapterTable::new(0);
-        for (slot, sites) in adapters().iter().enumerate() {
-            table_of_adapters.install(slot as u32, Arc::new(pack_adapter(b, sites, dtype, 100 + slot as u64)));
-        }
         let mut buffers = b.buffers(ROWS, &[HIDDEN], BufferKind::SUMS).unwrap();
         buffers.extend(b.buffers(ROWS, &[HIDDEN], BufferKind::INPUTS).unwrap());
         buffers.extend(b.buffers(ROWS, &[Q, KV, KV], BufferKind::SUMS).unwrap());
@@ -174,17 +184,15 @@ impl<B: Backend> Toy<B> {
         samples.extend(b.buffers(ROWS, &[HIDDEN], BufferKind::SAMPLE_INPUTS).unwrap());
         samples.extend(b.buffers(ROWS, &[VOCABULARY], BufferKind::SAMPLE_SUMS).unwrap());
         b.reserve(ROWS, ROWS, 40, INTERMEDIATE).unwrap();
-        let (layer_count, kv_heads, head_dim) = (LAYERS, KV_HEADS, HEAD_DIM);
-        let shape = KvShape { layers: layer_count, kv_heads, head_dim, block_size: BLOCK_SIZE, blocks: BLOCKS, dtype };
         Self {
-            adapters: table_of_adapters,
+            adapters: AdapterTable::new(0),
             embedding,
             head,
             final_norm,
             layers,
             cos: b.vector(&table(f64::cos)).unwrap(),
             sin: b.vector(&table(f64::sin)).unwrap(),
-            cache: b.kv_cache(shape).unwrap(),
+            cache: b.kv_cache(kv_shape(dtype)).unwrap(),
             buffers,
             samples,
             backend,
@@ -331,13 +339,20 @@ fn token(sequence: usize, position: usize) -> u32 {
 
 /// A step over these parts; logits of every row are wanted.
 pub(crate) fn batch(parts: &[Part], blocks_each: usize) -> StepBatch {
+    // Blocks from the back, so that ids and positions do not agree by accident.
+    batch_in(parts, &|sequence, index| {
+        assert!(index < blocks_each && (sequence + 1) * blocks_each <= BLOCKS);
+        (BLOCKS - 1 - (sequence * blocks_each + index)) as u32
+    })
+}
+
+/// As [`batch`], where the blocks of each sequence are given.
+pub(crate) fn batch_in(parts: &[Part], block_of: &dyn Fn(usize, usize) -> u32) -> StepBatch {
     let mut batch = StepBatch::default();
     for part in parts {
         let (first_row, table_first) = (batch.rows() as u32, batch.block_tables.len() as u32);
-        // Blocks from the back, so that ids and positions do not agree by accident.
-        let block = |index: usize| (BLOCKS - 1 - (part.sequence * blocks_each + index)) as u32;
+        let block = |index: usize| block_of(part.sequence, index);
         let blocks = (part.first + part.rows).div_ceil(BLOCK_SIZE);
-        assert!(blocks <= blocks_each && (part.sequence + 1) * blocks_each <= BLOCKS);
         batch.block_tables.extend((0..blocks).map(block));
         batch.sequences.push(SequenceRows {
             first_row,

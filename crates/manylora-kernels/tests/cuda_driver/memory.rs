@@ -120,7 +120,7 @@ pub(crate) fn out_of_memory() {
     // The device is none the worse for it.
     let free = context.memory().unwrap().free;
     let arena = Arena::reserve(&context, free / 2).unwrap();
-    assert!(arena.allocate::<u64>(Holding::KvCache, "KV cache", usize::MAX).unwrap_err().is_out_of_memory());
+    assert!(arena.allocate::<u64>(Holding::Shared, "KV cache", usize::MAX).unwrap_err().is_out_of_memory());
     drop(arena);
     assert_eq!(context.memory().unwrap().free, free);
 }

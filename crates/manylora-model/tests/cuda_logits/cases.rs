@@ -34,7 +34,7 @@ fn options(checkpoint: &Checkpoint, dtype: StorageType, graphs: bool, products: 
         kv_heads: spec.kv_heads,
         head_dim: spec.head_dim,
         memory_bytes: 160 << 20,
-        adapter_bytes: 32 << 20,
+        shared_bytes: 64 << 20,
         products,
         algorithms: AlgorithmChoice::OnePerWeight { rows: harness::CONTEXT },
         workspace_bytes: Some(1 << 20),

@@ -2,17 +2,17 @@
 //!
 //! The engine may take a share of the card's memory (`gpu_memory_utilization`). Out of that one budget come what the driver
 //! takes (its context, code, recorded steps), weights, working memory, KV blocks and adapters. All but the driver's is one
-//! reservation, which the sizes here fill to the byte. What weights and working memory leave is split between KV blocks
-//! and adapters once; neither ever gets the other's.
+//! reservation, which the sizes here fill to the byte. What weights and working memory leave is shared by KV blocks and
+//! adapters, as a processor's is.
 
 use std::sync::Arc;
 
-use manylora_core::budget::{Ledger, NumberFormat};
+use manylora_core::budget::{Ledger, NumberFormat, TargetModule};
 use manylora_kernels::cuda::{
     self, AlgorithmChoice, CudaBackend, CudaError, CudaOptions, Matmul, ProductChoice, ProductSource, StepRoom,
 };
 use manylora_kernels::{KernelError, StorageType};
-use manylora_model::decoder::{DecoderLimits, buffer_groups, kv_shape, rotary_table_len, weight_groups};
+use manylora_model::decoder::{DecoderLimits, buffer_groups, rotary_table_len, weight_groups};
 use manylora_model::{ModelError, ModelSpec};
 
 use super::device::Unusable;
@@ -23,11 +23,13 @@ use crate::error::EngineError;
 
 /// Adapters that one request can compose on a card: what a step has working memory for.
 const MOST_COMPOSED: usize = 8;
-/// One part in so many of a card's memory is left to the driver's context, code and recorded steps, up to a limit.
+/// What is taken of a card's memory once it is open is the driver's, for our context and code, up to one part in so many and
+/// a limit; beyond that it is others'.
 const DRIVER_SHARE: u64 = 40;
 const DRIVER_LIMIT: u64 = 1 << 30;
-/// Adapters get one part in so many of what weights and working memory leave, when nothing is said.
-const ADAPTER_SHARE: u64 = 4;
+/// One part in so many, up to a limit, is left free for what the driver takes later: recorded steps, cuBLASLt's code.
+const LATER_SHARE: u64 = 160;
+const LATER_LIMIT: u64 = 512 << 20;
 
 /// A card that can compute.
 pub(super) struct Card {
@@ -63,7 +65,7 @@ pub(super) fn open(config: &EngineConfig, spec: &ModelSpec, ordinal: usize) -> R
         kv_heads: spec.kv_heads,
         head_dim: spec.head_dim,
         memory_bytes: 0,
-        adapter_bytes: 0,
+        shared_bytes: 0,
         products,
         algorithms: AlgorithmChoice::Fastest,
         workspace_bytes: None,
@@ -152,26 +154,34 @@ impl Card {
         let name = self.name();
         let utilization = config.gpu_memory_utilization;
         let budget_bytes = (total as f64 * utilization) as u64;
-        if budget_bytes > free {
+        // The context is there, and the kernels are loaded.
+        let taken = total.saturating_sub(free);
+        let driver = taken.min(total / DRIVER_SHARE).min(DRIVER_LIMIT);
+        if budget_bytes > free + driver {
             return Err(EngineError::InvalidArgument(format!(
                 "gpu_memory_utilization `{utilization}` asks for {budget_bytes} of {name}'s {total} bytes, and {free} are \
-                 free (others, and the driver itself, have the rest); lower it, or end what else runs on the card"
+                 free (others have {} bytes, the driver {driver}); lower it, or end what else runs on the card",
+                taken - driver
             )));
         }
-        let driver_bytes = (total / DRIVER_SHARE).min(DRIVER_LIMIT);
+        let driver_bytes = driver + (total / LATER_SHARE).min(LATER_LIMIT);
         let groups = weight_groups(spec);
         let matrices: usize = groups.matrices.iter().map(|group| cuda::matrices_bytes(group)).sum();
         let vectors: usize = groups.vectors.iter().map(|&len| cuda::vector_bytes(len)).sum();
         let weight_bytes = (matrices + vectors) as u64;
-        let block_bytes = sizes::model_dimensions(spec).kv_block_bytes(config.block_size as u64, NumberFormat::Bf16);
+        let dimensions = sizes::model_dimensions(spec);
+        let block_bytes = dimensions.kv_block_bytes(config.block_size as u64, NumberFormat::Bf16);
+        // A lowered context leaves room for one adapter of the largest rank, so that the shelf is not empty for ever.
+        let adapter = dimensions.card_adapter_bytes(config.max_lora_rank as u64, &TargetModule::ALL);
 
         let context = sizes::context(config, spec)?;
         let max_rows = sizes::max_rows(config, context);
         // A context that has to be lowered needs less working memory: the second round gives the difference to KV blocks.
         let mut max_model_len = context;
         let mut rounds = 0;
+        let most_blocks = cuda::most_kv_blocks(spec.layers, config.block_size);
         loop {
-            let limits = sizes::limits_for(config, max_rows, max_model_len, u32::MAX as usize / config.block_size);
+            let limits = sizes::limits_for(config, max_rows, max_model_len, most_blocks);
             let limits = DecoderLimits { max_entries: limits.max_entries * MOST_COMPOSED, ..limits };
             let working_bytes = self.working_bytes(config, spec, &limits);
             let needed = driver_bytes.saturating_add(weight_bytes).saturating_add(working_bytes);
@@ -189,30 +199,26 @@ impl Card {
                     ),
                 }));
             }
-            let (kv_bytes, adapter_bytes) = split(config, left)?;
-            let blocks = (kv_bytes / block_bytes) as usize;
-            let blocks = blocks.min(u32::MAX as usize / config.block_size);
-            let ledger_bytes = blocks as u64 * block_bytes;
-            let block_size = config.block_size;
-            let ledger = Ledger { bytes: ledger_bytes, adapters_apart: Some(adapter_bytes), block_bytes, block_size };
-            let fits = sizes::lowered_context(config, &ledger, context, 0)?;
+            let shared_bytes = shared(config, left)?.min(whole(most_blocks as u64 * block_bytes));
+            let ledger = Ledger { bytes: shared_bytes, block_bytes, block_size: config.block_size };
+            let kept = if config.enable_lora { adapter.min(shared_bytes / 2) } else { 0 };
+            let raise = if config.kv_cache_memory_bytes.is_some() { sizes::RAISE } else { "gpu_memory_utilization" };
+            let fits = sizes::lowered_context(config, &ledger, (context, kept), raise)?;
             if fits != max_model_len && rounds < 2 {
                 max_model_len = fits;
                 rounds += 1;
                 continue;
             }
             let max_model_len = fits.min(max_model_len);
-            notes.extend(sizes::lowered_note(context, max_model_len, ledger_bytes));
-            let limits = DecoderLimits { blocks, max_position: max_model_len, ..limits };
-            let kv_cache_bytes = cuda::kv_cache_bytes(&kv_shape(spec, &limits, self.options.dtype)) as u64;
+            notes.extend(sizes::lowered_note(context, max_model_len, shared_bytes));
+            let limits = DecoderLimits { max_position: max_model_len, ..limits };
             let card = CardMemory {
                 total_bytes: total,
                 budget_bytes,
                 driver_bytes,
                 weight_bytes,
                 working_bytes: self.working_bytes(config, spec, &limits),
-                kv_cache_bytes,
-                adapter_bytes,
+                shared_bytes,
             };
             let (dtype, dtype_name) = (self.options.dtype, self.dtype_name);
             let sizes = Sizes {
@@ -220,8 +226,8 @@ impl Card {
                 dtype,
                 dtype_name,
                 block_bytes,
-                ledger_bytes,
-                blocks,
+                ledger_bytes: shared_bytes,
+                blocks: ledger.blocks_beside(0),
                 max_model_len,
                 most_composed: Some(MOST_COMPOSED),
                 card: Some(card),
@@ -240,33 +246,23 @@ impl Card {
         let room = Self::room(config, &sizes::decoder_limits(config, sizes));
         let options = CudaOptions {
             memory_bytes: memory.reserved_bytes() as usize,
-            adapter_bytes: memory.adapter_bytes as usize,
+            shared_bytes: memory.shared_bytes as usize,
             ..self.options
         };
         Ok(Arc::new(CudaBackend::on(self.device, options, room)?))
     }
 }
 
-/// Bytes of KV blocks and of adapters, out of what is left.
-fn split(config: &EngineConfig, left: u64) -> Result<(u64, u64), EngineError> {
-    let adapters = match (config.enable_lora, config.lora_memory_bytes) {
-        (false, _) => 0,
-        (true, Some(bytes)) => bytes.div_ceil(cuda::GRANULE as u64).saturating_mul(cuda::GRANULE as u64),
-        (true, None) => {
-            let beside = left.saturating_sub(config.kv_cache_memory_bytes.unwrap_or(0));
-            whole((left / ADAPTER_SHARE).min(beside))
-        }
-    };
-    // An empty part takes one granule.
-    let adapters = adapters.max(cuda::GRANULE as u64);
-    let kv = config.kv_cache_memory_bytes.unwrap_or(left.saturating_sub(adapters));
-    let kv = kv.div_ceil(cuda::GRANULE as u64).saturating_mul(cuda::GRANULE as u64);
-    if kv.saturating_add(adapters) > left {
+/// Bytes that KV blocks and adapters share, out of what is left.
+fn shared(config: &EngineConfig, left: u64) -> Result<u64, EngineError> {
+    let Some(wanted) = config.kv_cache_memory_bytes else { return Ok(left) };
+    let bytes = wanted.div_ceil(cuda::GRANULE as u64).saturating_mul(cuda::GRANULE as u64);
+    if bytes > left {
         return Err(EngineError::InvalidArgument(format!(
-            "KV blocks of {kv} bytes (kv_cache_memory_bytes) and adapters of {adapters} bytes (lora_memory_bytes) are more than \
-             the {left} bytes that gpu_memory_utilization `{}` leaves beside weights and working memory; lower them, or raise it",
+            "kv_cache_memory_bytes `{wanted}` is more than the {left} bytes that gpu_memory_utilization `{}` leaves beside \
+             weights and working memory; lower it, or raise gpu_memory_utilization",
             config.gpu_memory_utilization
         )));
     }
-    Ok((kv, adapters))
+    Ok(bytes)
 }

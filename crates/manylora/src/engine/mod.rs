@@ -45,9 +45,9 @@ pub struct DeviceMemory {
     pub weights: u64,
     /// Activations, what steps tell the kernels, and the kernels' working memory.
     pub working: u64,
-    /// KV blocks.
+    /// What KV blocks have of what they share with adapters.
     pub kv_cache: u64,
-    /// What adapters can have.
+    /// The rest of it: what adapters can have now.
     pub adapter_room: u64,
     /// What they have.
     pub adapters: u64,

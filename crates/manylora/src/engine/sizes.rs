@@ -29,7 +29,7 @@ pub(super) struct Sizes {
     pub(super) dtype: StorageType,
     pub(super) dtype_name: &'static str,
     pub(super) block_bytes: u64,
-    /// Bytes that KV blocks and adapters share, or those of KV blocks on a card.
+    /// Bytes that KV blocks and adapters share.
     pub(super) ledger_bytes: u64,
     pub(super) blocks: usize,
     pub(super) max_model_len: usize,
@@ -104,11 +104,11 @@ pub(super) fn for_processor(
              {free} bytes that are free; lower it"
         )));
     }
-    let ledger = Ledger { bytes: ledger_bytes, adapters_apart: None, block_bytes, block_size: config.block_size };
+    let ledger = Ledger { bytes: ledger_bytes, block_bytes, block_size: config.block_size };
     // A lowered context leaves room for one adapter of the largest rank, so that the shelf is not empty for ever.
     let adapter = dimensions.adapter_bytes(config.max_lora_rank as u64, &TargetModule::ALL, number);
     let kept = if config.enable_lora { adapter.min(ledger_bytes / 2) } else { 0 };
-    let max_model_len = lowered_context(config, &ledger, context, kept)?;
+    let max_model_len = lowered_context(config, &ledger, (context, kept), RAISE)?;
     notes.extend(lowered_note(context, max_model_len, ledger_bytes));
     let blocks = ledger.blocks_beside(0).min(u32::MAX as usize / config.block_size);
     Ok(Sizes {
@@ -124,12 +124,16 @@ pub(super) fn for_processor(
     })
 }
 
-/// The context, or what of it fits beside `kept` bytes of adapters where nobody has asked for one that does not.
+/// What to raise where a context does not fit.
+pub(super) const RAISE: &str = "kv_cache_memory_bytes";
+
+/// The context, or what of it fits beside `kept` bytes of adapters where nobody has asked for one that does not. `raise` says
+/// what would give it room.
 pub(super) fn lowered_context(
     config: &EngineConfig,
     ledger: &Ledger,
-    context: usize,
-    kept: u64,
+    (context, kept): (usize, u64),
+    raise: &str,
 ) -> Result<usize, EngineError> {
     let bytes = ledger.bytes;
     if ledger.sequence_bytes(context) <= bytes {
@@ -139,13 +143,8 @@ pub(super) fn lowered_context(
     if config.max_model_len.is_some() || fits == 0 {
         return Err(EngineError::InvalidArgument(format!(
             "max_model_len `{context}` needs {} bytes of KV cache and there are {bytes}; at most {fits} tokens fit: lower \
-             max_model_len or raise {}",
+             max_model_len or raise {raise}",
             ledger.sequence_bytes(context),
-            if ledger.adapters_apart.is_some() && config.kv_cache_memory_bytes.is_none() {
-                "gpu_memory_utilization, or lower lora_memory_bytes"
-            } else {
-                "kv_cache_memory_bytes"
-            },
         )));
     }
     Ok(fits)
@@ -199,10 +198,6 @@ pub(super) fn core_config(
     loader_threads: usize,
     base_digest: Digest,
 ) -> CoreConfig {
-    let lora_memory = match &sizes.card {
-        Some(card) => LoraMemory::Apart(card.adapter_bytes),
-        None => config.lora_memory_bytes.map_or(LoraMemory::Elastic, LoraMemory::Bytes),
-    };
     CoreConfig {
         max_num_seqs: config.max_num_seqs,
         max_num_batched_tokens: sizes.max_rows,
@@ -215,7 +210,7 @@ pub(super) fn core_config(
         policy: config.scheduling_policy,
         max_loras: config.max_loras,
         max_cpu_loras: config.max_cpu_loras,
-        lora_memory,
+        lora_memory: config.lora_memory_bytes.map_or(LoraMemory::Elastic, LoraMemory::Bytes),
         eviction: config.lora_eviction,
         base_digest,
         max_deferred_steps: config.max_deferred_steps,

@@ -45,7 +45,7 @@ pub struct EngineInfo {
     pub weight_bytes: u64,
     /// Bytes of activations, tables and the working memory of kernels, for the largest step.
     pub working_bytes: u64,
-    /// Bytes that KV blocks and adapters share, or those of KV blocks on a card.
+    /// Bytes that KV blocks and adapters share.
     pub ledger_bytes: u64,
     /// How a card's memory is divided.
     pub card: Option<CardMemory>,
@@ -76,22 +76,20 @@ pub struct CardMemory {
     pub total_bytes: u64,
     /// What the engine may take in all.
     pub budget_bytes: u64,
-    /// Of that, what is left to the driver's context, code and recorded steps.
+    /// Of that, what the driver has for its context and code, and what is left to it for recorded steps.
     pub driver_bytes: u64,
     /// Weights.
     pub weight_bytes: u64,
     /// Activations, tables and the working memory of kernels.
     pub working_bytes: u64,
-    /// KV blocks.
-    pub kv_cache_bytes: u64,
-    /// Adapters.
-    pub adapter_bytes: u64,
+    /// KV blocks and adapters.
+    pub shared_bytes: u64,
 }
 
 impl CardMemory {
     /// The reservation.
     pub const fn reserved_bytes(&self) -> u64 {
-        self.weight_bytes + self.working_bytes + self.kv_cache_bytes + self.adapter_bytes
+        self.weight_bytes + self.working_bytes + self.shared_bytes
     }
 }
 

@@ -202,11 +202,24 @@ impl Worker {
         any
     }
 
+    /// Carries out evictions alone, before the step that was planned with the KV blocks that they make room for.
+    fn carry_out_evictions(&mut self) {
+        self.effects.extend(self.core.drain_effects());
+        let mut effects = std::mem::take(&mut self.effects);
+        let evictions = effects.extract_if(.., |effect| matches!(effect, Effect::Evict { .. }));
+        evictions.for_each(|effect| self.carry_out(effect));
+        self.effects = effects;
+    }
+
     fn carry_out(&mut self, effect: Effect) {
         let now = self.now();
         let core = &mut Core { plane: &mut self.core, now };
         match effect {
-            Effect::Load { registration, .. } => self.library.order_load(registration, core),
+            Effect::Load { registration, .. } => {
+                // Its bytes are needed from now on.
+                self.release_retired_blocks();
+                self.library.order_load(registration, &mut Core { plane: &mut self.core, now });
+            }
             Effect::Install { slot, digest } => {
                 self.library.install(slot, digest, self.runner.as_mut());
                 self.release_retired_blocks();
@@ -253,6 +266,7 @@ impl Worker {
         if !self.core.plan(self.now(), &mut self.plan) {
             return Ok(false);
         }
+        self.carry_out_evictions();
         self.run_step()?;
         self.deliver();
         Ok(true)

@@ -112,14 +112,43 @@ pub(crate) fn memory_of_others() {
     );
     drop((engine, taken));
     settings.gpu_memory_utilization = 0.92;
-    settings.kv_cache_memory_bytes = Some(900 << 20);
-    settings.lora_memory_bytes = Some(200 << 20);
+    settings.kv_cache_memory_bytes = Some(990 << 20);
     let text = Engine::start(settings).expect_err("more than there is").to_string();
-    assert_says(&text, &["kv_cache_memory_bytes", "lora_memory_bytes", "gpu_memory_utilization `0.92`"]);
+    assert_says(&text, &["kv_cache_memory_bytes `1038090240`", "lower it", "gpu_memory_utilization `0.92`"]);
     for utilization in [0.0, 1.1, f64::NAN] {
         let text = refusal(|config| config.gpu_memory_utilization = utilization);
         assert_says(&text, &["gpu_memory_utilization must be above 0"]);
     }
+}
+
+/// All of a card that nobody else uses can be had: what the driver took to open it is seen, and left to it.
+pub(crate) fn all_of_the_memory() {
+    let (total, driver, more) = (128u64 << 20, 2 << 20, 6 << 20);
+    let mut settings = config(Device::Cuda { ordinal: 0 });
+    settings.gpu_memory_utilization = 1.0;
+    settings.lora_memory_bytes = Some(1 << 20);
+    let taken_by = |bytes: u64| {
+        let device = manylora_kernels::cuda::Device::open(0).unwrap();
+        manylora_kernels::cuda::DeviceMemory::new(device.context(), "the driver", bytes as usize).unwrap()
+    };
+    let taken = taken_by(driver);
+    let engine = Engine::start(settings.clone()).unwrap();
+    let card = engine.info().card.unwrap();
+    let later = total / 160;
+    assert_eq!((card.budget_bytes, card.driver_bytes), (total, driver + later));
+    assert!((total - driver - later - card.reserved_bytes()) < 1024, "{card:?}");
+    assert_eq!(answers(&engine, vec![request(&[5, 6, 7], None, greedy(2))])[0].0.len(), 2);
+    drop((engine, taken));
+    // More than a driver takes is others', whatever is asked for.
+    let taken = taken_by(more);
+    let text = Engine::start(settings.clone()).expect_err("others have a part").to_string();
+    let (driver, free) = (total / 40, total - more);
+    let others = more - driver;
+    assert_says(&text, &[&format!("{free} are free (others have {others} bytes, the driver {driver})")]);
+    settings.gpu_memory_utilization = (total - others) as f64 / total as f64;
+    let engine = Engine::start(settings).unwrap();
+    assert!(engine.info().card.unwrap().reserved_bytes() <= free - later);
+    drop((engine, taken));
 }
 
 /// `auto` keeps what is stored as float16 in float16, which a processor computes in bfloat16.

@@ -17,8 +17,7 @@ fn session(oracle: &Oracle) -> Result<(), EngineError> {
     config.max_num_batched_tokens = Some(8);
     config.block_size = 4;
     config.max_model_len = Some(32);
-    config.kv_cache_memory_bytes = Some(64 << 10);
-    config.lora_memory_bytes = Some(1 << 20);
+    config.kv_cache_memory_bytes = Some(1 << 20);
     config.max_cpu_loras = Some(1);
     config.loader_threads = Some(1);
     let engine = manylora::Engine::start(config)?;

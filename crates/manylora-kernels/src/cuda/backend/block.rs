@@ -10,6 +10,7 @@ use super::super::memory::{DeviceElement, DevicePointer};
 use super::super::staging::{Section, StepBlock, StepLayout, StepWriter};
 use super::super::stream::Stream;
 use super::items::AttentionItems;
+use super::kv::Positions;
 use crate::batch::{RowAdapterPlan, StepBatch};
 
 /// Entries of a tile.
@@ -157,13 +158,14 @@ impl RowBlock {
         self.block.pointer(section)
     }
 
-    /// Fills and sends the block of a step. It has the capacity.
+    /// Fills and sends the block of a step. It has the capacity. Without a cache nothing can refer to one.
     pub(super) fn send_step(
         &mut self,
         stream: &Stream,
         batch: &StepBatch,
         items: &AttentionItems,
         (s_stride, places): (usize, &[u32]),
+        cache: Option<&Positions>,
     ) -> Result<(), CudaError> {
         let rows = batch.rows();
         self.choose(rows, batch.adapters.entries().len());
@@ -172,7 +174,10 @@ impl RowBlock {
         let mut writer = self.block.begin()?;
         copy(&mut writer, sections.tokens, batch.tokens.iter().copied())?;
         copy(&mut writer, sections.positions, batch.positions.iter().copied())?;
-        copy(&mut writer, sections.slot_mapping, batch.slot_mapping.iter().copied())?;
+        if let Some(cache) = cache {
+            copy(&mut writer, sections.slot_mapping, batch.slot_mapping.iter().map(|&slot| cache.slot(slot)))?;
+            copy(&mut writer, sections.tables, batch.block_tables.iter().map(|&block| cache.block(block)))?;
+        }
         let sequences = &batch.sequences;
         copy(&mut writer, sections.sequences[0], sequences.iter().map(|sequence| sequence.first_row as i32))?;
         copy(&mut writer, sections.sequences[1], sequences.iter().map(|sequence| sequence.first_position as i32))?;
@@ -180,7 +185,6 @@ impl RowBlock {
         for (section, column) in sections.items.iter().chain(&sections.reduces).zip(items.columns()) {
             copy(&mut writer, *section, column.iter().copied())?;
         }
-        copy(&mut writer, sections.tables, batch.block_tables.iter().copied())?;
         (self.tiles, self.first_tiles) = write_plan(&mut writer, &sections, &batch.adapters, places)?;
         let header = writer.section(sections.header)?;
         header.fill(0);

@@ -30,7 +30,8 @@ pub use buffer::{CudaBuffer, CudaVector, CudaWeight};
 pub use kv::CudaKvCache;
 pub use product::{ProductChoice, ProductSource};
 pub use room::{
-    StepRoom, activation_bytes, kv_cache_bytes, matrices_bytes, packed_adapter_bytes, step_bytes, vector_bytes,
+    StepRoom, activation_bytes, kv_cache_bytes, matrices_bytes, most_kv_blocks, packed_adapter_bytes, step_bytes,
+    vector_bytes,
 };
 
 use super::arena::{Arena, ArenaUsage, DeviceSlice, Holding};
@@ -49,8 +50,9 @@ use crate::error::KernelError;
 use crate::site::{Site, SiteShape};
 use attention::RopeInputs;
 use kernels::KernelSet;
+use kv::Positions;
 use product::Products;
-use region::AdapterRegion;
+use region::{AdapterRegion, Gather};
 use step::StepState;
 
 /// Chunks of page-locked memory for uploads, and bytes of each.
@@ -74,8 +76,8 @@ pub struct CudaOptions {
     pub head_dim: usize,
     /// Bytes of the card that are taken: all but the driver's own.
     pub memory_bytes: usize,
-    /// Of these, bytes that only adapters use.
-    pub adapter_bytes: usize,
+    /// Of these, bytes that KV blocks and adapters share.
+    pub shared_bytes: usize,
     /// Who computes base products.
     pub products: ProductChoice,
     /// How cuBLASLt computes them.
@@ -168,7 +170,7 @@ impl CudaBackend {
             kv_heads,
             head_dim,
             memory_bytes,
-            adapter_bytes,
+            shared_bytes,
             products: choice,
             algorithms,
             workspace_bytes,
@@ -177,7 +179,7 @@ impl CudaBackend {
         } = options;
         let format = if dtype == StorageType::F16 { "f16" } else { "bf16" };
         let arena = Arena::reserve(device.context(), memory_bytes)?;
-        let adapters = AdapterRegion::new(&arena, adapter_bytes)?;
+        let adapters = AdapterRegion::new(&arena, shared_bytes)?;
         let uploader = Uploader::new(device.compute(), UPLOAD_CHUNKS, UPLOAD_CHUNK)?;
         let kernels = KernelSet::new(device.kernels(), format, head_dim)?;
         let products =
@@ -204,12 +206,12 @@ impl CudaBackend {
         })
     }
 
-    /// What its memory is used for. What adapters hold of their own part is [`Self::adapter_usage`].
+    /// What its memory is used for. What adapters hold of what they share with KV blocks is [`Self::adapter_usage`].
     pub fn usage(&self) -> ArenaUsage {
         self.arena.usage()
     }
 
-    /// What adapters hold.
+    /// What adapters hold of what they can have now.
     pub fn adapter_usage(&self) -> ArenaUsage {
         self.adapters.usage()
     }
@@ -231,15 +233,50 @@ impl CudaBackend {
 
     /// Places an adapter, moving others together if need be.
     fn place_adapter(&self, bytes: usize) -> Result<DeviceSlice<u8>, CudaError> {
-        self.adapters.place(bytes, &|gather| {
+        self.adapters.place(bytes, &|gather| self.gather(gather))
+    }
+
+    fn gather(&self, gather: &mut Gather<'_>) -> Result<(), CudaError> {
+        let mut state = self.state();
+        let gathered = gather.run(self.device.compute(), &self.uploader, &mut state.table);
+        if let Err(error) = &gathered {
+            // A step that has begun may already have gone through blobs that are half moved.
+            state.broken = Some(error.clone());
+        }
+        gathered
+    }
+
+    /// Gives the blocks of a step memory, where they have none: what adapters had before is taken from them.
+    fn provide_blocks(&self, batch: &StepBatch) -> Result<(), CudaError> {
+        let (reached, limit) = {
             let mut state = self.state();
-            let gathered = gather.run(self.device.compute(), &mut state.table);
-            if let Err(error) = &gathered {
-                // A step that has begun may already have gone through blobs that are half moved.
-                state.broken = Some(error.clone());
+            state.whole()?;
+            let Some(positions) = &mut state.positions else { return Ok(()) };
+            let reached = positions.provide(&batch.block_tables)?;
+            if reached.is_empty() {
+                return Ok(());
             }
-            gathered
-        })
+            (reached, positions.limit())
+        };
+        // Not under the step's lock, which whoever is waited for may need.
+        let taken = self.adapters.lower(limit, &|gather| self.gather(gather));
+        let mut state = self.state();
+        let Some(positions) = &mut state.positions else { return Ok(()) };
+        let zeroed = taken.and_then(|()| {
+            self.uploader.before(self.device.compute())?;
+            positions.zero(self.adapters.shared(), self.device.compute(), &reached)
+        });
+        if zeroed.is_err() {
+            positions.forget(reached);
+        }
+        zeroed
+    }
+
+    /// What is in a KV block's memory, if it has any: for tests.
+    pub fn read_block(&self, block: u32) -> Result<Option<Vec<u8>>, KernelError> {
+        let state = self.state();
+        let Some(positions) = &state.positions else { return Ok(None) };
+        Ok(positions.read(self.adapters.shared(), self.device.compute(), block)?)
     }
 
     fn state(&self) -> MutexGuard<'_, StepState> {
@@ -370,12 +407,11 @@ impl Backend for CudaBackend {
 
     fn memory_use(&self) -> Option<MemoryUse> {
         let (all, adapters) = (self.arena.usage(), self.adapters.usage());
-        let table = all.held(Holding::Adapters) - adapters.capacity;
         Some(MemoryUse {
             reserved: all.capacity as u64,
             weights: all.held(Holding::Weights) as u64,
-            working: (all.held(Holding::Buffers) + table) as u64,
-            kv_cache: all.held(Holding::KvCache) as u64,
+            working: (all.held(Holding::Buffers) + all.held(Holding::Adapters)) as u64,
+            kv_cache: (all.held(Holding::Shared) - adapters.capacity) as u64,
             adapter_room: adapters.capacity as u64,
             adapters: adapters.held(Holding::Adapters) as u64,
         })
@@ -387,7 +423,27 @@ impl Backend for CudaBackend {
 
     fn kv_cache(&self, shape: KvShape) -> Result<CudaKvCache, KernelError> {
         self.check_dtype(shape.dtype)?;
-        Ok(CudaKvCache::new(&self.arena, self.device.compute(), shape)?)
+        if self.state().positions.as_ref().is_some_and(Positions::in_use) {
+            return Err(KernelError::Device("a backend has one KV cache at a time; make another backend".to_owned()));
+        }
+        let (cache, positions) = CudaKvCache::new(self.adapters.shared(), shape)?;
+        let limit = positions.limit_beside_blocks();
+        self.adapters.lower(limit, &|gather| self.gather(gather))?;
+        self.adapters.raise(limit);
+        self.state().positions = Some(positions);
+        Ok(cache)
+    }
+
+    fn release_blocks(&self, _cache: &mut CudaKvCache, blocks: &[u32]) {
+        let mut state = self.state();
+        let Some(positions) = &mut state.positions else { return };
+        let mut moves = positions.give_up(blocks).into_iter();
+        let moved = moves.try_for_each(|way| positions.follow(self.adapters.shared(), self.device.compute(), way));
+        let limit = positions.limit_beside_blocks();
+        match moved {
+            Ok(()) => self.adapters.raise(limit),
+            Err(error) => state.broken = Some(error),
+        }
     }
 
     fn pack_adapter(
@@ -412,6 +468,7 @@ impl Backend for CudaBackend {
 
     fn begin_step(&self, batch: &StepBatch, adapters: &AdapterTable<CudaAdapter>) -> Result<(), KernelError> {
         self.device.context().bind()?;
+        self.provide_blocks(batch)?;
         Ok(self.state().begin_step(&self.arena, batch, adapters)?)
     }
 

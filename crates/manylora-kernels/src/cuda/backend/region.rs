@@ -1,4 +1,7 @@
-//! The memory of adapters: blobs of many sizes that come and go.
+//! The memory of adapters: blobs of many sizes that come and go, below KV blocks that do.
+//!
+//! Adapters lie at the low end of what both share, up to a limit that moves (see `kv`): up when blocks are given up for an
+//! adapter that is to come, down when a step needs more of them.
 //!
 //! Whoever decides what is resident counts bytes, not holes. So a blob that fits by its bytes is placed: where holes keep it
 //! out, the others are moved together, on the compute stream, behind the steps that are queued and before those that come.
@@ -12,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use super::super::arena::{Arena, ArenaUsage, DeviceSlice, Holding};
 use super::super::error::CudaError;
-use super::super::staging::Upload;
+use super::super::staging::{Upload, Uploader};
 use super::super::stream::Stream;
 use super::adapter::DeviceTable;
 
@@ -112,15 +115,62 @@ pub(super) struct AdapterRegion {
 }
 
 impl AdapterRegion {
-    /// A region of `bytes` bytes of an arena.
+    /// A region of `bytes` bytes of an arena, all of them adapters' at first.
     pub(super) fn new(arena: &Arena, bytes: usize) -> Result<Self, CudaError> {
         let between = arena.allocate(Holding::Buffers, "room for moving adapters", BETWEEN)?;
-        let region = arena.region(Holding::Adapters, "the memory of adapters", bytes)?;
+        let region = arena.region(Holding::Shared, "the memory of KV blocks and adapters", bytes)?;
         Ok(Self { arena: region, blobs: Mutex::default(), changes: Arc::default(), between })
     }
 
+    /// What adapters hold of what they can have now.
     pub(super) fn usage(&self) -> ArenaUsage {
         self.arena.usage()
+    }
+
+    /// What adapters share with KV blocks.
+    pub(super) fn shared(&self) -> &Arena {
+        &self.arena
+    }
+
+    /// Lets adapters have all bytes up to `limit`, unless they have more. What lies there is free: whatever still works on
+    /// it is queued on the compute stream, which uploads wait for.
+    pub(super) fn raise(&self, limit: usize) {
+        // Nothing is ever in the way of a later end.
+        if limit > self.arena.usage().capacity && self.arena.resize(limit) {
+            self.changes.announce();
+        }
+    }
+
+    /// Takes all bytes from `limit` on away from adapters. Those that lie there are moved down by `gather`, as in
+    /// [`Self::place`]; they fit below by their bytes, once all have gone that were counted out.
+    pub(super) fn lower(
+        &self,
+        limit: usize,
+        gather: &dyn Fn(&mut Gather<'_>) -> Result<(), CudaError>,
+    ) -> Result<(), CudaError> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let seen = *lock(&self.changes.count);
+            {
+                let mut blobs = lock(&self.blobs);
+                let ArenaUsage { capacity, free, .. } = self.arena.usage();
+                if limit >= capacity || self.arena.resize(limit) {
+                    return Ok(());
+                }
+                if free >= capacity - limit {
+                    blobs.retain(|blob| blob.strong_count() > 0);
+                    gather(&mut Gather { region: self, blobs: &blobs })?;
+                    if self.arena.resize(limit) {
+                        return Ok(());
+                    }
+                }
+            }
+            if !self.changes.wait(seen, deadline) {
+                let ArenaUsage { capacity, free, largest, .. } = self.arena.usage();
+                let what = "KV blocks in place of adapters".to_owned();
+                return Err(CudaError::OutOfMemory { what, bytes: capacity.saturating_sub(limit), free, largest });
+            }
+        }
     }
 
     /// Tells whoever waits for room that memory was given back without ever having been a blob's.
@@ -153,7 +203,7 @@ impl AdapterRegion {
                 }
             };
             // What others hold is on its way out, or is being uploaded and cannot be moved yet.
-            if bytes > self.arena.usage().capacity || !self.changes.wait(seen, deadline) {
+            if bytes > self.arena.extent() || !self.changes.wait(seen, deadline) {
                 return Err(error);
             }
         }
@@ -179,7 +229,7 @@ impl AdapterRegion {
     }
 }
 
-/// Moves blobs together.
+/// Moves blobs together, at the low end.
 pub(super) struct Gather<'a> {
     region: &'a AdapterRegion,
     blobs: &'a [Weak<Blob>],
@@ -188,7 +238,14 @@ pub(super) struct Gather<'a> {
 impl Gather<'_> {
     /// Moves all that can be moved down, and lets `table` find them. `stream` is the compute stream. After an error nobody
     /// knows where content lies.
-    pub(super) fn run(&mut self, stream: &Stream, table: &mut DeviceTable) -> Result<(), CudaError> {
+    pub(super) fn run(
+        &mut self,
+        stream: &Stream,
+        uploader: &Uploader,
+        table: &mut DeviceTable,
+    ) -> Result<(), CudaError> {
+        // Where somebody's upload may still arrive that was given back meanwhile.
+        uploader.before(stream)?;
         let mut blobs: Vec<(u64, Arc<Blob>)> = self
             .blobs
             .iter()

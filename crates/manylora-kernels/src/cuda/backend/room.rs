@@ -88,6 +88,11 @@ pub fn packed_adapter_bytes(sites: &[SiteShape], layers: usize) -> usize {
     adapter::adapter_bytes(sites, Site::count(layers as u32))
 }
 
+/// Most blocks that a KV cache can have: kernels count runs of `kv_heads * head_dim` elements in 31 bits.
+pub const fn most_kv_blocks(layers: usize, block_size: usize) -> usize {
+    i32::MAX as usize / (2 * layers * block_size)
+}
+
 /// Bytes of a KV cache.
 pub fn kv_cache_bytes(shape: &KvShape) -> usize {
     let sizes = [2, shape.layers, shape.blocks, shape.block_size, shape.kv_heads, shape.head_dim, size_of::<u16>()];

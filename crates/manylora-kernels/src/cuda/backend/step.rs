@@ -10,6 +10,7 @@ use super::super::stream::Stream;
 use super::adapter::{CudaAdapter, DeviceTable};
 use super::block::{Capacity, RowBlock, TILE};
 use super::items::AttentionItems;
+use super::kv::Positions;
 use super::product::Products;
 use super::room::StepRoom;
 use crate::backend::{AdapterTable, RowSet};
@@ -67,10 +68,12 @@ pub(super) struct StepState {
     pub(super) partials: DeviceSlice<f32>,
     pub(super) greedy: DeviceSlice<u32>,
     pub(super) fetched: Readback<u32>,
-    /// Why no step can run any more: adapters were lost while they were moved.
+    /// Why no step can run any more: adapters or KV blocks were lost while they were moved.
     pub(super) broken: Option<CudaError>,
     /// Recorded steps have addresses of memory that was replaced.
     pub(super) moved: bool,
+    /// Where the KV cache's blocks lie, once there is one.
+    pub(super) positions: Option<Positions>,
     items: AttentionItems,
     pub(super) group: usize,
     sites: usize,
@@ -109,6 +112,7 @@ impl StepState {
             fetched: Readback::new(arena.context(), greedy)?,
             broken: None,
             moved: false,
+            positions: None,
             items: AttentionItems::default(),
             group: heads / kv_heads.max(1),
             sites,
@@ -170,7 +174,7 @@ impl StepState {
         Ok(())
     }
 
-    /// Whether adapters are where the table says: the error, if moving them has failed.
+    /// Whether adapters and KV blocks are where they are said to be: the error, if moving them has failed.
     pub(super) fn whole(&self) -> Result<(), CudaError> {
         self.broken.as_ref().map_or(Ok(()), |error| Err(error.clone()))
     }
@@ -194,7 +198,7 @@ impl StepState {
         let (touched, s_stride) = self.provide(arena, &batch.adapters, adapters)?;
         self.items.list(batch, self.group, self.batch.capacity().partials);
         self.batch.touched = touched;
-        self.batch.send_step(&self.stream, batch, &self.items, (s_stride, self.table.places()))
+        self.batch.send_step(&self.stream, batch, &self.items, (s_stride, self.table.places()), self.positions.as_ref())
     }
 
     /// See [`crate::Backend::begin_samples`].
