@@ -15,7 +15,7 @@ using device::Buffer;
 constexpr float NAN_VALUE = std::numeric_limits<float>::quiet_NaN();
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 constexpr uint32_t UNTOUCHED = 0xdddddddd;
-constexpr int KINDS = 16;
+constexpr int KINDS = 18;
 
 // One row of each kind, whatever the vocabulary and k.
 void fill(Random& random, int kind, int k, int capacity, float* row, int vocabulary) {
@@ -65,6 +65,13 @@ void fill(Random& random, int kind, int k, int capacity, float* row, int vocabul
     // Fewer distinct values than anybody wants, in large blocks.
     case 15:
         for (int i = 0; i < vocabulary; ++i) row[i] = static_cast<float>(i * 3 / vocabulary);
+        break;
+    // So many large ones in fewer than k threads that the threads' largest say nothing.
+    case 16:
+        for (int i = 0; i < vocabulary; ++i) row[i] += i % 4096 < 4 * (k - 1) ? 100 : 0;
+        break;
+    case 17:
+        for (int i = 0; i < vocabulary; ++i) row[i] += i % 1024 < k - 1 ? 100 : 0;
         break;
     }
 }
@@ -120,8 +127,9 @@ const check::Family family("largest", [](bool deep) {
     }
     // Rows that start at multiples of four, and that end between them.
     test_largest(8190, 8192, 50, KINDS, 0);
-    test_largest(32001, 32001, 256, 3, 11);
-    test_largest(32002, 32004, 20, 2, 13);
+    test_largest(32001, 32001, 20, 3, 11);
+    test_largest(32001, 32001, 256, 3, 15);
+    test_largest(32002, 32004, 100, 3, 15);
     test_largest(1000, 1000, 2, 0, 0);
     if (!deep) return;
     for (int rows : {1, 2, 31, 64}) test_largest(2000, 2000, 20, rows, 5);
