@@ -10,10 +10,7 @@ constexpr i32 THREADS = WARPS * 32;
 // Orders by value, then by the lower token. 0 is below every key.
 __device__ __forceinline__ u64 key(float value, u32 token) {
     if (value != value) return 0;
-    // -0 + 0 is 0: the two zeros tie.
-    const u32 bits = __float_as_uint(value + 0.0f);
-    const u32 ordered = bits >> 31 == 0 ? bits | 0x80000000u : ~bits;
-    return static_cast<u64>(ordered) << 32 | static_cast<u64>(~token);
+    return static_cast<u64>(ordered_bits(value)) << 32 | static_cast<u64>(~token);
 }
 
 __device__ __forceinline__ u64 warp_largest(u64 best) {

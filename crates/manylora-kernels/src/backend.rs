@@ -11,6 +11,7 @@ use half::slice::HalfFloatSliceExt;
 
 use crate::batch::{RowAdapterPlan, StepBatch};
 use crate::error::KernelError;
+use crate::largest::LargestValues;
 use crate::site::{Site, SiteShape};
 
 /// Number format in which weights, adapters and the KV cache are stored.
@@ -304,8 +305,8 @@ impl<A> AdapterTable<A> {
 ///
 /// A step is [`Self::begin_step`], its operations over buffers of [`RowSet::Batch`], [`Self::end_step`]; its logits are, any
 /// number of times, [`Self::begin_samples`], operations over buffers of [`RowSet::Samples`], [`Self::end_step`]. Operations
-/// return nothing: what goes wrong in one (on a device: the launch of a kernel) comes out of `end_step`, or of `read` and
-/// `argmax`, which wait for results. Every operation of a step gets the batch, plan and adapters that it began with.
+/// return nothing: what goes wrong in one (on a device: the launch of a kernel) comes out of `end_step`, or of `read`,
+/// `argmax` and `largest`, which wait for results. Every operation of a step gets the batch, plan and adapters that it began with.
 pub trait Backend: Send + Sync + 'static {
     /// Activation matrix.
     type Buffer: Send;
@@ -522,4 +523,18 @@ pub trait Backend: Send + Sync + 'static {
 
     /// Token with the largest value of each of the first `rows` rows; ties go to the lowest id, NaN never wins.
     fn argmax(&self, rows: usize, logits: &Self::Buffer, out: &mut [u32]) -> Result<(), KernelError>;
+
+    /// Lists the `k` largest values of each of the first `rows` rows, `k` from 1 to [`LargestValues::MOST`], with all that
+    /// tie with the last of them, in the order of tokens: all that is above minus infinity where that is less. The two zeros
+    /// tie; NaN is never listed. A row with more ties than its list takes has no list. False where this is not to be had,
+    /// or not for so many rows: [`Self::read`] them. (Logits in the host's own memory are read as they are.)
+    fn largest(
+        &self,
+        _rows: usize,
+        _k: usize,
+        _logits: &Self::Buffer,
+        _out: &mut LargestValues,
+    ) -> Result<bool, KernelError> {
+        Ok(false)
+    }
 }

@@ -13,6 +13,7 @@ pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod error;
+pub mod largest;
 pub mod site;
 
 pub use backend::{
@@ -22,4 +23,5 @@ pub use backend::{
 };
 pub use batch::{AdapterEntry, AdapterSegment, RowAdapterPlan, SequenceRows, StepBatch};
 pub use error::KernelError;
+pub use largest::{LargestValues, ListedValues};
 pub use site::{Module, Site, SiteShape};

@@ -35,6 +35,7 @@ const CASES: &[(&str, fn())] = &[
     ("rows_do_not_depend_on_their_neighbours", cases::rows_do_not_depend_on_their_neighbours),
     ("recorded_steps_are_the_same", cases::recorded_steps_are_the_same),
     ("launches_do_not_grow_with_adapters", cases::launches_do_not_grow_with_adapters),
+    ("the_largest_are_listed", cases::the_largest_are_listed),
     ("adapters_come_and_go", cases::adapters_come_and_go),
     ("bytes_are_what_was_said", cases::bytes_are_what_was_said),
     ("failures_come_out", cases::failures_come_out),

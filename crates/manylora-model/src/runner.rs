@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use manylora_kernels::{FactorFeed, MemoryUse, SiteShape, StepBatch};
+use manylora_kernels::{FactorFeed, LargestValues, MemoryUse, SiteShape, StepBatch};
 
 use crate::adapter::PreparedAdapter;
 use crate::error::ModelError;
@@ -56,6 +56,9 @@ pub trait Runner: Send {
     fn read_logits(&mut self, count: usize) -> Result<&[f32], ModelError>;
     /// Greedy tokens of the rows of the last [`Self::logits`] call.
     fn argmax(&mut self, count: usize, out: &mut [u32]) -> Result<(), ModelError>;
+    /// The `k` largest logits of the rows of the last [`Self::logits`] call, with ties; false where that is not offered.
+    /// See [`manylora_kernels::Backend::largest`].
+    fn largest(&mut self, count: usize, k: usize, out: &mut LargestValues) -> Result<bool, ModelError>;
     /// Most rows of one [`Self::logits`] call.
     fn max_logit_rows(&self) -> usize;
     /// Packs adapters for this model.

@@ -9,6 +9,8 @@ mod choosing;
 mod common;
 #[path = "cuda_engine/failing.rs"]
 mod failing;
+#[path = "cuda_engine/sampling.rs"]
+mod sampling;
 #[path = "cuda_engine/serving.rs"]
 mod serving;
 #[path = "../../manylora-kernels/tests/stand_in/mod.rs"]
@@ -50,6 +52,8 @@ const CASES: &[Row] = &[
     ("serving::holes_keep_nothing_out", serving::holes_keep_nothing_out, Some(Build::Plain), BACKGROUND),
     ("serving::a_fleet_and_long_sequences_share_memory", serving::a_fleet_and_long_sequences_share_memory, Some(Build::Plain), BACKGROUND),
     ("serving::adapters_from_memory", serving::adapters_from_memory, Some(Build::Plain), BACKGROUND),
+    ("sampling::lists_give_the_tokens_of_rows", sampling::lists_give_the_tokens_of_rows, Some(Build::Plain), BACKGROUND),
+    ("sampling::ties_that_fill_a_list_are_read_from_rows", sampling::ties_that_fill_a_list_are_read_from_rows, Some(Build::Plain), DEFERRED),
     ("failing::every_function_in_turn", failing::every_function_in_turn, Some(Build::Plain), &[("EMU_QUIET", "1"), ("EMU_SCHEDULE", "background")]),
     ("failing::aborts_and_shutdown", failing::aborts_and_shutdown, Some(Build::Plain), BACKGROUND),
 ];

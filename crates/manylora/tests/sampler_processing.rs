@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use manylora::sampler::{RandomKey, Sampled, SamplerScratch, SamplerSetup, SequenceSampler, bad_word_sequences};
+use manylora::sampler::{
+    RandomKey, RowNeed, Sampled, SamplerScratch, SamplerSetup, SequenceSampler, bad_word_sequences,
+};
 use manylora_core::SamplingParams;
 use manylora_core::sampling::LogprobsMode;
 use proptest::prelude::*;
@@ -44,15 +46,15 @@ fn greedy_takes_the_lowest_id_of_equal_logits() {
 
 #[test]
 fn only_plain_greedy_does_without_logits() {
-    let needs = |params: SamplingParams| sampler(&params, 10, &NOTHING).needs_logits();
-    assert!(!needs(greedy()));
+    let needs = |params: SamplingParams| sampler(&params, 10, &NOTHING).need() == RowNeed::Row;
+    assert_eq!(sampler(&greedy(), 10, &NOTHING).need(), RowNeed::Greedy);
     assert!(needs(SamplingParams { temperature: 0.5, ..greedy() }));
     assert!(needs(SamplingParams { logprobs: Some(0), ..greedy() }));
     assert!(needs(SamplingParams { presence_penalty: 0.1, ..greedy() }));
     assert!(needs(SamplingParams { logit_bias: BTreeMap::from([(1, 1.0)]), ..greedy() }));
     assert!(needs(SamplingParams { allowed_token_ids: Some(vec![1]), ..greedy() }));
     let context = Context { bad_words: &[vec![1, 2]], ..NOTHING };
-    assert!(sampler(&greedy(), 10, &context).needs_logits());
+    assert_eq!(sampler(&greedy(), 10, &context).need(), RowNeed::Row);
 }
 
 #[test]
@@ -60,9 +62,9 @@ fn min_tokens_holds_end_tokens_back_and_then_lets_them_go() {
     let params = SamplingParams { min_tokens: 3, ..greedy() };
     let context = Context { end_tokens: &[2, 4], ..NOTHING };
     let mut sampler = sampler(&params, 5, &context);
-    assert!(sampler.needs_logits());
+    assert_eq!(sampler.need(), RowNeed::Row);
     assert_eq!(tokens(&mut sampler, &[0.0, 1.0, 9.0, 0.5, 8.0], 5), [1, 1, 1, 2, 2]);
-    assert!(!sampler.needs_logits(), "nothing is held back any more");
+    assert_eq!(sampler.need(), RowNeed::Greedy, "nothing is held back any more");
 }
 
 #[test]

@@ -295,4 +295,17 @@ kernel_arguments! {
         pub vocabulary: i32,
         pub out: DevicePointer<u32>,
     }
+
+    /// `largest_f32`
+    #[allow(missing_docs, reason = "kernels/ABI.md")]
+    pub struct Largest {
+        pub header: DevicePointer<i32>,
+        pub count: i32,
+        pub logits: DevicePointer<f32>,
+        pub stride: i32,
+        pub vocabulary: i32,
+        pub k: i32,
+        pub capacity: i32,
+        pub out: DevicePointer<u32>,
+    }
 }

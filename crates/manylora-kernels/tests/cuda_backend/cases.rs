@@ -7,8 +7,8 @@ use manylora_kernels::cuda::{
     AlgorithmChoice, BlasLibrary, CudaBackend, CudaError, CudaOptions, ProductChoice, ProductSource, kv_cache_bytes,
 };
 use manylora_kernels::{
-    AdapterTable, Backend, BufferKind, LinearOutput, LinearPart, Module, PackedAdapter, RowSource, Site, SiteShape,
-    StepBatch, StorageType,
+    AdapterTable, Backend, BufferKind, LargestValues, LinearOutput, LinearPart, Module, PackedAdapter, RowAdapterPlan,
+    RowSource, Site, SiteShape, StepBatch, StorageType,
 };
 
 use crate::stand_in::StandIn;
@@ -340,6 +340,72 @@ pub(crate) fn launches_do_not_grow_with_adapters() {
         assert_eq!(per_step(&mut toy, &attention), base + 2 * LAYERS as u64, "only q and v, round {round}");
     }
     assert!(toy.backend.recorded_steps() >= 4);
+}
+
+/// Lists hold what stands in the rows, bit for bit, and are had by one launch and one copy.
+pub(crate) fn the_largest_are_listed() {
+    let backend = cuda(StorageType::Bf16, false);
+    let (width, rows) = (1003, 5);
+    let mut logits = backend.one_buffer(128, width, BufferKind::SAMPLE_SUMS).unwrap();
+    let mut values = Numbers(11).exact(rows * width, 4.0);
+    // All equal; masked but for a few; numbers that are none.
+    values[width..2 * width].fill(-0.5);
+    values[2 * width + 9..3 * width].fill(f32::NEG_INFINITY);
+    for (index, value) in values[3 * width..4 * width].iter_mut().enumerate() {
+        *value = [f32::NAN, 0.0, -0.0, *value][index % 4];
+    }
+    backend.write(&mut logits, &values).unwrap();
+    let table = AdapterTable::new(0);
+    let step = batch(&[Part::new(0, 0, 1, &[])], 20);
+    let samples = |rows: usize| {
+        let mut plan = RowAdapterPlan::default();
+        plan.finish(rows);
+        backend.begin_samples(&vec![0; rows], &plan, &table).unwrap();
+        backend.end_step().unwrap();
+    };
+    backend.begin_step(&step, &table).unwrap();
+    backend.end_step().unwrap();
+    samples(rows);
+    let mut lists = LargestValues::default();
+    for k in [1, 3, 20, LargestValues::MOST] {
+        assert!(backend.largest(rows, k, &logits, &mut lists).unwrap());
+        for (row, values) in values.chunks(width).enumerate() {
+            let mut order: Vec<u32> = (0..width as u32).filter(|&it| values[it as usize] > f32::NEG_INFINITY).collect();
+            order.sort_by(|&a, &b| values[b as usize].partial_cmp(&values[a as usize]).unwrap());
+            if let Some(&last) = order.get(k - 1) {
+                order.retain(|&it| values[it as usize] >= values[last as usize]);
+            }
+            order.sort_unstable();
+            let list = lists.row(row);
+            assert_eq!(list.is_some(), order.len() <= (2 * k).max(32), "{k} of row {row}: {} tie", order.len());
+            let Some(list) = list else { continue };
+            assert_eq!(list.tokens, order, "{k} of row {row}");
+            let bits = |values: &[f32]| values.iter().map(|it| it.to_bits()).collect::<Vec<_>>();
+            let wanted: Vec<f32> = order.iter().map(|&it| values[it as usize]).collect();
+            assert_eq!(bits(list.values), bits(&wanted), "{k} of row {row}");
+        }
+        assert!(lists.row(1).is_none() && lists.row(0).is_some() && lists.row(rows).is_none());
+    }
+    if let Some(device) = StandIn::counting() {
+        device.reset_counts();
+        assert!(backend.largest(rows, 20, &logits, &mut lists).unwrap());
+        let counts =
+            ["cuLaunchKernel", "cuMemcpyDtoHAsync_v2", "cuMemAlloc_v2", "cuMemHostAlloc", "cuStreamSynchronize"];
+        assert_eq!(counts.map(|it| device.calls(it)), [1, 1, 0, 0, 0]);
+        for function in ["cuLaunchKernel", "cuMemcpyDtoHAsync_v2", "cuEventSynchronize"] {
+            device.fail(function, 1, 1);
+            let error = backend.largest(rows, 20, &logits, &mut lists).unwrap_err().to_string();
+            assert!(error.contains(function.trim_end_matches("_v2")), "{error}");
+            device.forget_failures();
+            assert!(backend.largest(rows, 20, &logits, &mut lists).unwrap());
+        }
+    }
+    // Room for lists does not grow with rows.
+    samples(128);
+    assert!(!backend.largest(128, LargestValues::MOST, &logits, &mut lists).unwrap());
+    assert!(backend.largest(128, 20, &logits, &mut lists).unwrap());
+    // The rest of the buffer is zeros.
+    assert!(lists.row(0).is_some() && lists.row(127).is_none());
 }
 
 pub(crate) fn adapters_come_and_go() {

@@ -4,8 +4,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use half::{bf16, f16};
 use manylora_kernels::cuda::arguments::{
-    Argmax, BiasAdd, Convert, Embed, GatedActivation, GatherRows, HeaderField, LoraEmbed, LoraExpand, LoraShrink,
-    PagedAttention, PagedAttentionReduce, RmsNorm, RmsNormGroups, RopeKvWrite,
+    Argmax, BiasAdd, Convert, Embed, GatedActivation, GatherRows, HeaderField, Largest, LoraEmbed, LoraExpand,
+    LoraShrink, PagedAttention, PagedAttentionReduce, RmsNorm, RmsNormGroups, RopeKvWrite,
 };
 use manylora_kernels::cuda::{
     AlgorithmChoice, Arena, CudaError, Device, DevicePointer, DeviceSlice, Event, GraphCache, Grid, Holding, Kernel,
@@ -186,6 +186,7 @@ pub(crate) fn every_kernel_has_its_list() {
         Convert<f16> => "convert_f16";
         GatherRows => "gather_rows_f32";
         Argmax => "argmax_f32";
+        Largest => "largest_f32";
     }
     assert!(missing.is_empty(), "{missing:#?}");
 }

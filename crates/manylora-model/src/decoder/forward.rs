@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use manylora_kernels::{
-    AdapterTable, AttentionShape, Backend, HeadInputs, LinearOutput, LinearPart, MemoryUse, Module, Site, StepBatch,
-    StorageType,
+    AdapterTable, AttentionShape, Backend, HeadInputs, LargestValues, LinearOutput, LinearPart, MemoryUse, Module,
+    Site, StepBatch, StorageType,
 };
 
 use super::packer::BackendPacker;
@@ -197,6 +197,10 @@ impl<B: Backend> Runner for Decoder<B> {
 
     fn argmax(&mut self, count: usize, out: &mut [u32]) -> Result<(), ModelError> {
         Ok(self.weights.backend.argmax(count, &self.buffers.logits, out)?)
+    }
+
+    fn largest(&mut self, count: usize, k: usize, out: &mut LargestValues) -> Result<bool, ModelError> {
+        Ok(self.weights.backend.largest(count, k, &self.buffers.logits, out)?)
     }
 
     fn max_logit_rows(&self) -> usize {

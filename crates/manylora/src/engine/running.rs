@@ -5,10 +5,11 @@ use std::sync::mpsc::SyncSender;
 
 use manylora_core::FinishReason;
 use manylora_core::sampling::{LogprobCount, LogprobsMode};
+use manylora_kernels::ListedValues;
 use manylora_model::tokenizer::{Detokenizer, StopChecker};
 
 use crate::error::EngineError;
-use crate::sampler::{SamplerScratch, SequenceSampler, TokenLogprobs, token_logprobs};
+use crate::sampler::{RowNeed, SamplerScratch, SequenceSampler, TokenLogprobs, token_logprobs};
 use crate::stream::{Delta, StopReason, StreamSender};
 
 /// Text of a sequence: absent when the request does not want any.
@@ -147,14 +148,19 @@ impl RunningSequence {
         }
     }
 
-    pub(crate) fn needs_logits(&self) -> bool {
-        self.sampler.needs_logits()
+    /// What the next token needs of its row.
+    pub(crate) fn need(&self) -> RowNeed {
+        self.sampler.need()
     }
 
     pub(crate) fn sample(&mut self, logits: &[f32], scratch: &mut SamplerScratch) -> u32 {
         let sampled = self.sampler.sample(logits, scratch);
         self.pending.logprobs.extend(sampled.logprobs.into_iter().collect::<Vec<TokenLogprobs>>());
         sampled.token
+    }
+
+    pub(crate) fn sample_listed(&mut self, listed: ListedValues<'_>, scratch: &mut SamplerScratch) -> u32 {
+        self.sampler.sample_listed(listed, scratch)
     }
 
     pub(crate) fn accept_greedy(&mut self, token: u32) -> u32 {

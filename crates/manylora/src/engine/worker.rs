@@ -8,6 +8,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
 use manylora_core::{BlockId, ControlPlane, Effect, Event, RequestId, SequenceOutcome, StepOutcome, StepPlan, Time};
+use manylora_kernels::LargestValues;
 use manylora_model::{ModelError, Runner};
 
 use super::EngineStats;
@@ -16,10 +17,21 @@ use super::library::{Core, Library};
 use super::lower::LoweredStep;
 use super::running::RunningSequence;
 use crate::error::EngineError;
-use crate::sampler::SamplerScratch;
+use crate::sampler::{RowNeed, SamplerScratch};
 
 /// How often unloads that wait for holds are looked at when nothing else happens.
 const DEPARTING_POLL: Duration = Duration::from_millis(2);
+
+/// What the sequences of a chunk need of its rows.
+#[derive(Clone, Copy, Debug, Default)]
+struct ChunkNeeds {
+    /// The greedy token of one or more.
+    greedy: bool,
+    /// So many largest values of one or more.
+    largest: Option<usize>,
+    /// Whole rows.
+    rows: bool,
+}
 
 pub(crate) struct Worker {
     core: ControlPlane,
@@ -37,6 +49,7 @@ pub(crate) struct Worker {
     step: LoweredStep,
     outcome: StepOutcome,
     greedy: Vec<u32>,
+    largest: LargestValues,
     scratch: SamplerScratch,
     effects: Vec<Effect>,
 }
@@ -70,6 +83,7 @@ impl Worker {
             step,
             outcome,
             greedy,
+            largest: LargestValues::default(),
             scratch: SamplerScratch::default(),
             effects: Vec::new(),
         }
@@ -298,14 +312,16 @@ impl Worker {
 
     fn sample_chunk(&mut self, first: usize, count: usize) -> Result<(), ModelError> {
         self.runner.logits(&self.step.batch, first, count)?;
-        self.runner.argmax(count, &mut self.greedy[..count])?;
-        // They may have to be fetched from a device: only if somebody looks at them.
-        let looks = self.step.sample_rows[first..first + count].iter().any(|sample| {
-            let planned = &self.plan.sequences[sample.sequence as usize];
-            let sequence = self.running.get(&planned.request);
-            sequence.is_some_and(|it| it.looks_at(sample.position as usize) || sample.samples && it.needs_logits())
-        });
-        let logits = if looks { self.runner.read_logits(count)? } else { &[] };
+        let mut needs = self.chunk_needs(first, count);
+        if needs.greedy {
+            self.runner.argmax(count, &mut self.greedy[..count])?;
+        }
+        // Rows may have to be fetched from a device. Where any is, lists are not: the row gives the same tokens.
+        self.largest.clear();
+        if let (Some(k), false) = (needs.largest, needs.rows) {
+            needs.rows = !(self.runner.largest(count, k, &mut self.largest)? && self.all_listed(first, count));
+        }
+        let logits = if needs.rows { self.runner.read_logits(count)? } else { &[] };
         let width = logits.len() / count;
         for (offset, sample) in self.step.sample_rows[first..first + count].iter().enumerate() {
             let planned = &self.plan.sequences[sample.sequence as usize];
@@ -316,10 +332,10 @@ impl Worker {
                 continue;
             }
             sequence.set_cached_tokens(planned.cached_tokens as usize);
-            let token = if sequence.needs_logits() {
-                sequence.sample(row, &mut self.scratch)
-            } else {
-                sequence.accept_greedy(self.greedy[offset])
+            let token = match (sequence.need(), self.largest.row(offset)) {
+                (RowNeed::Greedy, _) => sequence.accept_greedy(self.greedy[offset]),
+                (RowNeed::Largest(_), Some(listed)) if !needs.rows => sequence.sample_listed(listed, &mut self.scratch),
+                _ => sequence.sample(row, &mut self.scratch),
             };
             let outcome = &mut self.outcome.sequences[sample.sequence as usize];
             outcome.first_token = self.outcome.tokens.len() as u32;
@@ -328,6 +344,34 @@ impl Worker {
             self.outcome.tokens.push(token);
         }
         Ok(())
+    }
+
+    /// What a chunk's sequences need of its rows.
+    fn chunk_needs(&self, first: usize, count: usize) -> ChunkNeeds {
+        let mut needs = ChunkNeeds::default();
+        for sample in &self.step.sample_rows[first..first + count] {
+            let planned = &self.plan.sequences[sample.sequence as usize];
+            let Some(sequence) = self.running.get(&planned.request) else { continue };
+            needs.rows |= sequence.looks_at(sample.position as usize);
+            if sample.samples {
+                match sequence.need() {
+                    RowNeed::Greedy => needs.greedy = true,
+                    RowNeed::Largest(k) => needs.largest = needs.largest.max(Some(k)),
+                    RowNeed::Row => needs.rows = true,
+                }
+            }
+        }
+        needs
+    }
+
+    /// Whether there is a list for each row of a chunk whose sequence chooses from one.
+    fn all_listed(&self, first: usize, count: usize) -> bool {
+        self.step.sample_rows[first..first + count].iter().enumerate().all(|(offset, sample)| {
+            let planned = &self.plan.sequences[sample.sequence as usize];
+            let sequence = self.running.get(&planned.request);
+            let chooses = sequence.is_some_and(|it| sample.samples && matches!(it.need(), RowNeed::Largest(_)));
+            !chooses || self.largest.row(offset).is_some()
+        })
     }
 
     /// Sends what became certain. What finished is sent by the `Finished` effects of the commit.

@@ -10,6 +10,9 @@
 //! 4. greedy: the largest logit, the lowest id of equal ones. Otherwise temperature, min_p, top_k (ties for the last
 //!    place stay), top_p, and a draw.
 //!
+//! Where nothing changes a row, the greedy token or, under top_k, the largest values are all that is needed of it
+//! ([`SequenceSampler::need`]): a device can be asked for these, and the token is the same.
+//!
 //! NaN counts as minus infinity everywhere. A row that leaves nothing to choose gives the lowest id that no mask
 //! excludes.
 
@@ -20,6 +23,7 @@ mod random;
 mod selection;
 
 use manylora_core::sampling::{LogprobCount, LogprobsMode, SamplingParams};
+use manylora_kernels::{LargestValues, ListedValues};
 
 use arithmetic::ln;
 use history::{BadWords, Penalties};
@@ -69,6 +73,18 @@ impl SamplerScratch {
     }
 }
 
+/// What the next token needs of a row of logits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RowNeed {
+    /// Its [`argmax`], which is passed to [`SequenceSampler::accept`].
+    Greedy,
+    /// Its so many largest values, and what ties with the last of them: [`SequenceSampler::sample_listed`]. The whole row
+    /// gives the same token.
+    Largest(usize),
+    /// All of it: [`SequenceSampler::sample`].
+    Row,
+}
+
 /// A chosen token.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sampled {
@@ -107,7 +123,7 @@ impl SequenceSampler {
             } else {
                 f32::NEG_INFINITY
             },
-            top_k: params.top_k_limit(),
+            top_k: params.top_k_limit().filter(|&k| k < setup.vocab_size),
             top_p: params.top_p,
         });
         let allowed = params.allowed_token_ids.as_ref().map(|ids| {
@@ -136,9 +152,16 @@ impl SequenceSampler {
         self.output_len
     }
 
-    /// Whether the next token needs more than the row's [`argmax`], which is otherwise passed to [`Self::accept`].
-    pub fn needs_logits(&self) -> bool {
-        self.filters.is_some() || self.logprobs.is_some() || self.changes_logits()
+    /// What the next token needs of its row.
+    pub fn need(&self) -> RowNeed {
+        if self.logprobs.is_some() || self.changes_logits() {
+            return RowNeed::Row;
+        }
+        match &self.filters {
+            None => RowNeed::Greedy,
+            Some(Filters { top_k: Some(k), .. }) if *k <= LargestValues::MOST => RowNeed::Largest(*k),
+            Some(_) => RowNeed::Row,
+        }
     }
 
     /// Chooses the next token from a row of raw logits (shape: vocabulary) and counts it.
@@ -147,6 +170,19 @@ impl SequenceSampler {
         let logprobs = self.logprobs.map(|top| token_logprobs(logits, token, top, self.logprobs_mode, scratch));
         self.accept(token);
         Sampled { token, logprobs }
+    }
+
+    /// Chooses the next token, where [`Self::need`] says that a list is enough, from one of at least so many values, and
+    /// counts it: the token that [`Self::sample`] chooses from the row.
+    pub fn sample_listed(&mut self, listed: ListedValues<'_>, scratch: &mut SamplerScratch) -> u32 {
+        let uniform = self.key.uniform(self.output_len as u32);
+        let ListedValues { values, tokens } = listed;
+        let drawn =
+            self.filters.and_then(|filters| filters.draw_listed(values, tokens, uniform, &mut scratch.selection));
+        // Nothing is masked, so the lowest permitted token is the first.
+        let token = drawn.unwrap_or(0);
+        self.accept(token);
+        token
     }
 
     /// Counts a token that was chosen elsewhere.

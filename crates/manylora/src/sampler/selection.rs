@@ -4,6 +4,9 @@
 //! selection. Only what passes both is gathered. top_p needs the mass of the most likely tokens: over the whole row a
 //! histogram of mass by logit tells which tokens to gather, and the exact boundary is found among those by bisection
 //! over partial selections. One uniform number then picks a token by inverting the cumulative mass of what is left.
+//!
+//! Under top_k everything that follows depends on the k largest values and their ties alone, in the order of their tokens:
+//! a list of these gives the same candidates, the same sums and the same token as the row, to the last bit.
 
 use std::cmp::Ordering;
 
@@ -40,6 +43,7 @@ pub(super) struct Filters {
     pub(super) inverse_temperature: f32,
     /// ln(min_p), minus infinity when off.
     pub(super) min_p_logarithm: f32,
+    /// Less than the vocabulary has tokens.
     pub(super) top_k: Option<usize>,
     /// 1 when off.
     pub(super) top_p: f64,
@@ -127,8 +131,8 @@ impl Filters {
         let threshold = match self.top_k {
             // All others are infinitely less likely.
             _ if top == f32::INFINITY => top,
-            Some(k) if k < logits.len() => kth_largest(logits, k, values),
-            _ => f32::NEG_INFINITY,
+            Some(k) => kth_largest(logits, k, values),
+            None => f32::NEG_INFINITY,
         };
         let mut lowest_exponent = self.min_p_logarithm;
         let mut total = None;
@@ -178,13 +182,30 @@ impl Filters {
 
     /// Draws a token with a uniform number in [0, 1); None when the row has no logit above minus infinity.
     pub(super) fn draw(&self, logits: &[f32], uniform: f64, scratch: &mut SelectionScratch) -> Option<u32> {
-        let open = self.top_k.is_none_or(|k| k >= logits.len()) && self.top_p >= 1.0;
+        let open = self.top_k.is_none() && self.top_p >= 1.0;
         if open && self.min_p_logarithm == f32::NEG_INFINITY {
             let top = maximum(logits);
             if top.is_finite() {
                 return Some(self.draw_from_whole_row(logits, top, uniform, &mut scratch.masses));
             }
         }
+        self.draw_from_support(logits, uniform, scratch)
+    }
+
+    /// The token that [`Self::draw`] gives for a row of which `values`, in the order of `tokens`, are all that is above minus
+    /// infinity and at least the n-th largest, with some n >= `top_k`. There must be a `top_k`.
+    pub(super) fn draw_listed(
+        &self,
+        values: &[f32],
+        tokens: &[u32],
+        uniform: f64,
+        scratch: &mut SelectionScratch,
+    ) -> Option<u32> {
+        let place = self.draw_from_support(values, uniform, scratch)?;
+        tokens.get(place as usize).copied()
+    }
+
+    fn draw_from_support(&self, logits: &[f32], uniform: f64, scratch: &mut SelectionScratch) -> Option<u32> {
         if !self.support(logits, scratch) {
             return None;
         }
@@ -272,4 +293,53 @@ fn boundary_by_bisection(candidates: &mut [Candidate], mut needed: f64) -> usize
     }
     candidates[start..end].sort_unstable_by(Candidate::order);
     start + prefix_with_mass(&candidates[start..end], needed).unwrap_or(end - start)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Steps between values are so small that sums round, and a value in another place would show.
+    fn rows() -> impl Strategy<Value = Vec<f32>> {
+        let value = prop_oneof![
+            12 => (-500_i32..500).prop_map(|units| units as f32 * 0.0123),
+            1 => Just(f32::NEG_INFINITY),
+            1 => Just(f32::NAN),
+        ];
+        prop_oneof![1_usize..40, 200_usize..800].prop_flat_map(move |size| prop::collection::vec(value.clone(), size))
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(1000))]
+
+        /// All that a draw is made from, weights and order included.
+        #[test]
+        fn a_list_gives_the_candidates_of_the_row(
+            logits in rows(),
+            k in 1_usize..300,
+            top_p in prop_oneof![Just(1.0), 0.01_f64..1.0],
+            min_p_logarithm in prop_oneof![Just(f32::NEG_INFINITY), -6.0_f32..0.0],
+            inverse_temperature in 0.5_f32..3.0,
+        ) {
+            let filters = Filters { inverse_temperature, min_p_logarithm, top_k: Some(k), top_p };
+            let mut values = Vec::new();
+            let least = kth_largest(&logits, k, &mut values);
+            let tokens: Vec<u32> = (0..logits.len() as u32)
+                .filter(|&token| logits[token as usize] >= least && logits[token as usize] > f32::NEG_INFINITY)
+                .collect();
+            let listed: Vec<f32> = tokens.iter().map(|&token| logits[token as usize]).collect();
+            let candidates = |logits: &[f32]| {
+                let mut scratch = SelectionScratch::default();
+                filters.support(logits, &mut scratch).then_some(scratch.candidates)
+            };
+            let bits = |it: &Candidate, token| (it.logit.to_bits(), it.weight.to_bits(), token);
+            let wanted = candidates(&logits)
+                .map(|all| all.iter().map(|it| bits(it, it.token)).collect::<Vec<_>>());
+            let found = candidates(&listed)
+                .map(|all| all.iter().map(|it| bits(it, tokens[it.token as usize])).collect::<Vec<_>>());
+            prop_assert_eq!(found, wanted);
+        }
+    }
 }

@@ -1,7 +1,7 @@
 //! The kernels of the operations, looked up once for one format of activations.
 
 use super::super::arguments::{
-    Argmax, BiasAdd, Embed, GatedActivation, GatherRows, LoraEmbed, LoraExpand, LoraShrink, PagedAttention,
+    Argmax, BiasAdd, Embed, GatedActivation, GatherRows, Largest, LoraEmbed, LoraExpand, LoraShrink, PagedAttention,
     PagedAttentionReduce, RmsNorm, RopeKvWrite,
 };
 use super::super::error::CudaError;
@@ -27,6 +27,7 @@ pub(super) struct KernelSet {
     pub(super) bias_add: Kernel<BiasAdd>,
     pub(super) gather_rows: Kernel<GatherRows>,
     pub(super) argmax: Kernel<Argmax>,
+    pub(super) largest: Kernel<Largest>,
 }
 
 impl KernelSet {
@@ -48,6 +49,7 @@ impl KernelSet {
             bias_add: kernels.kernel("bias_add_f32")?,
             gather_rows: kernels.kernel("gather_rows_f32")?,
             argmax: kernels.kernel("argmax_f32")?,
+            largest: kernels.kernel("largest_f32")?,
         })
     }
 }

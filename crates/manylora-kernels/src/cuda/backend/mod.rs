@@ -1,7 +1,7 @@
 //! The backend that runs on a card.
 //!
 //! Reading order: `buffer`, `kv` and `adapter` (how things lie in its memory), `block` and `items` (what a step tells the
-//! kernels), `step` (what changes from step to step), then the operations: `linear`, `attention`, `elementwise`.
+//! kernels), `step` (what changes from step to step), then the operations: `linear`, `attention`, `elementwise`, `largest`.
 //!
 //! An operation queues one launch or a few and returns; what goes wrong stops the operations after it and comes out of
 //! `end_step`. The layers of a small step are recorded when they are run for the second time, and replayed from then on:
@@ -15,6 +15,7 @@ mod elementwise;
 mod items;
 mod kernels;
 mod kv;
+mod largest;
 mod linear;
 mod product;
 mod region;
@@ -47,6 +48,7 @@ use crate::backend::{
 };
 use crate::batch::{RowAdapterPlan, StepBatch};
 use crate::error::KernelError;
+use crate::largest::LargestValues;
 use crate::site::{Site, SiteShape};
 use attention::RopeInputs;
 use kernels::KernelSet;
@@ -594,5 +596,19 @@ impl Backend for CudaBackend {
         let mut state = self.state();
         elementwise::argmax(self, &mut state, rows, logits, out)?;
         Ok(state.whole()?)
+    }
+
+    fn largest(
+        &self,
+        rows: usize,
+        k: usize,
+        logits: &CudaBuffer,
+        out: &mut LargestValues,
+    ) -> Result<bool, KernelError> {
+        self.device.context().bind()?;
+        let mut state = self.state();
+        let listed = largest::largest(self, &mut state, rows, k, logits, out)?;
+        state.whole()?;
+        Ok(listed)
     }
 }

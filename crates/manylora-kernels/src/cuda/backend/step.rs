@@ -11,6 +11,7 @@ use super::adapter::{CudaAdapter, DeviceTable};
 use super::block::{Capacity, RowBlock, TILE};
 use super::items::AttentionItems;
 use super::kv::Positions;
+use super::largest::{LISTED, Lists};
 use super::product::Products;
 use super::room::StepRoom;
 use crate::backend::{AdapterTable, RowSet};
@@ -68,6 +69,7 @@ pub(super) struct StepState {
     pub(super) partials: DeviceSlice<f32>,
     pub(super) greedy: DeviceSlice<u32>,
     pub(super) fetched: Readback<u32>,
+    pub(super) lists: Lists,
     /// Why no step can run any more: adapters or KV blocks were lost while they were moved.
     pub(super) broken: Option<CudaError>,
     /// Recorded steps have addresses of memory that was replaced.
@@ -110,6 +112,7 @@ impl StepState {
             partials: arena.allocate(Holding::Buffers, "partial results of attention", partials)?,
             greedy: arena.allocate(Holding::Buffers, "greedy tokens", greedy)?,
             fetched: Readback::new(arena.context(), greedy)?,
+            lists: Lists::new(arena, if wanted.is_some() { LISTED } else { 1 })?,
             broken: None,
             moved: false,
             positions: None,
@@ -133,7 +136,8 @@ impl StepState {
         self.grow_block(arena, RowSet::Batch, room.batch())?;
         self.grow_block(arena, RowSet::Samples, room.samples())?;
         self.grow_shrunk(arena, room.shrunk())?;
-        self.grow_greedy(arena, room.rows)
+        self.grow_greedy(arena, room.rows)?;
+        self.lists.grow(arena, &self.stream)
     }
 
     fn grow_block(&mut self, arena: &Arena, set: RowSet, wanted: Capacity) -> Result<(), CudaError> {

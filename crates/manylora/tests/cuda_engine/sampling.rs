@@ -1,0 +1,130 @@
+//! Random sampling on a card: what is fetched of rows of logits, and that it makes no difference to tokens.
+
+use std::fs;
+use std::path::Path;
+
+use manylora::{Engine, EngineConfig, GenerateRequest, SamplingParams};
+use safetensors::SafeTensors;
+
+use crate::common::{Oracle, answers, engine, load, request};
+use crate::serving::on_card;
+use crate::stand_in::StandIn;
+
+const LENGTH: usize = 7;
+
+fn random(top_k: i64, seed: i64) -> SamplingParams {
+    SamplingParams {
+        temperature: 0.7,
+        top_p: 0.8,
+        top_k,
+        seed: Some(seed),
+        max_tokens: Some(LENGTH),
+        ignore_eos: true,
+        ..SamplingParams::default()
+    }
+}
+
+fn tokens(engine: &Engine, requests: Vec<GenerateRequest>) -> Vec<Vec<u32>> {
+    answers(engine, requests).into_iter().map(|(tokens, _)| tokens).collect()
+}
+
+/// Launches of the greedy search and of the lists, and copies from the card.
+fn fetched(device: StandIn) -> [u64; 3] {
+    [device.launches("argmax_f32"), device.launches("largest_f32"), device.calls("cuMemcpyDtoHAsync_v2")]
+}
+
+/// Under top_k the host fetches lists and no rows, as long as no neighbour needs rows: tokens are the same in all cases.
+pub(crate) fn lists_give_the_tokens_of_rows() {
+    let oracle = Oracle::open("llama");
+    let engine = on_card(&oracle, |config| {
+        config.batch_invariant = true;
+        // All prompts fit one step, so that most requests decode together.
+        config.max_num_batched_tokens = Some(512);
+    });
+    load(&engine, &oracle, &["alpha", "beta"]);
+    let device = StandIn::get();
+    let top_k = [1, 2, 20, 50, 200, 256];
+    let prompt = oracle.prompt("mid");
+    let adapter = |index: usize| [None, Some("alpha"), Some("beta")][index % 3];
+    let listed = |index: usize| request(&prompt, adapter(index), random(top_k[index], index as i64));
+    // Logprobs are of whole rows.
+    let whole = |index: usize| {
+        request(&prompt, adapter(index), SamplingParams { logprobs: Some(1), ..random(top_k[index], index as i64) })
+    };
+    let greedy = || request(&prompt, None, SamplingParams { temperature: 0.0, ..random(0, 0) });
+    device.reset_counts();
+    let wanted = tokens(&engine, (0..top_k.len()).map(whole).collect());
+    assert!(wanted.iter().all(|tokens| tokens.len() == LENGTH));
+    assert!(wanted.iter().any(|tokens| tokens != &wanted[0]), "one text for all");
+    let [argmax, lists, copies] = fetched(device);
+    assert!((argmax, lists) == (0, 0) && copies >= LENGTH as u64, "{argmax} {lists} {copies}");
+    let wanted_greedy = tokens(&engine, vec![greedy()]).remove(0);
+
+    device.reset_counts();
+    assert_eq!(tokens(&engine, (0..top_k.len()).map(listed).collect()), wanted);
+    let [argmax, lists, copies] = fetched(device);
+    assert!((argmax, copies) == (0, lists) && lists >= LENGTH as u64, "{argmax} {lists} {copies}");
+
+    // Beside greedy rows both small results are fetched, and still no row.
+    device.reset_counts();
+    let with_greedy = (0..top_k.len()).map(listed).chain([greedy()]).collect();
+    let found = tokens(&engine, with_greedy);
+    assert_eq!((&found[..top_k.len()], &found[top_k.len()]), (&wanted[..], &wanted_greedy));
+    let [argmax, lists, copies] = fetched(device);
+    assert!(argmax >= LENGTH as u64 && lists >= LENGTH as u64 && copies == argmax + lists, "{argmax} {lists} {copies}");
+
+    // Rows that one needs are fetched for all, and lists are not; one that does without top_k is such a one.
+    for open in [0, 257] {
+        device.reset_counts();
+        let mixed = (0..top_k.len()).map(listed).chain([request(&prompt, None, random(open, 3))]).collect();
+        assert_eq!(tokens(&engine, mixed)[..top_k.len()], wanted, "top_k {open}");
+        // Those that arrive before it, or go on after it, are not kept from lists.
+        let [argmax, lists, copies] = fetched(device);
+        assert_eq!((argmax, copies - lists), (0, LENGTH as u64), "{lists} lists");
+    }
+    // Neighbours that come and go: the longer ones run on with lists.
+    let long = |index: usize| {
+        request(
+            &prompt,
+            adapter(index),
+            SamplingParams { max_tokens: Some(3 * LENGTH), ..random(top_k[index], index as i64) },
+        )
+    };
+    let alone = tokens(&engine, vec![long(2)]).remove(0);
+    assert_eq!(alone[..LENGTH], wanted[2]);
+    assert_eq!(tokens(&engine, vec![whole(0), long(2), greedy(), listed(1)])[1], alone);
+}
+
+/// The base with a head of zeros: all logits are 0.
+fn without_a_head(oracle: &Oracle, folder: &Path) {
+    for entry in fs::read_dir(oracle.base_folder()).unwrap() {
+        let entry = entry.unwrap();
+        fs::copy(entry.path(), folder.join(entry.file_name())).unwrap();
+    }
+    let path = folder.join("model.safetensors");
+    let mut file = fs::read(&path).unwrap();
+    let head = SafeTensors::deserialize(&file).unwrap().tensor("lm_head.weight").unwrap().data().as_ptr_range();
+    let start = head.start.addr() - file.as_ptr().addr();
+    let end = head.end.addr() - file.as_ptr().addr();
+    file[start..end].fill(0);
+    fs::write(path, file).unwrap();
+}
+
+/// Where more tokens tie than a list takes, rows are fetched.
+pub(crate) fn ties_that_fill_a_list_are_read_from_rows() {
+    let oracle = Oracle::open("llama");
+    let folder = tempfile::tempdir().unwrap();
+    without_a_head(&oracle, folder.path());
+    let device = StandIn::get();
+    let base = |config: &mut EngineConfig| config.model = EngineConfig::new(folder.path()).model;
+    let card = on_card(&oracle, base);
+    let processor = engine(&oracle, base);
+    let requests = || (0..4).map(|index| request(&oracle.prompt("few"), None, random(20, index))).collect::<Vec<_>>();
+    device.reset_counts();
+    let found = tokens(&card, requests());
+    let [argmax, lists, copies] = fetched(device);
+    assert!(argmax == 0 && lists >= LENGTH as u64 && copies == 2 * lists, "{argmax} {lists} {copies}");
+    assert_eq!(found, tokens(&processor, requests()));
+    let distinct: std::collections::BTreeSet<u32> = found.into_iter().flatten().collect();
+    assert!(distinct.len() > 20, "all tokens are as likely: {distinct:?}");
+}
