@@ -53,8 +53,7 @@ pub fn agreement(got: &[Choice], reference: &[Choice], blur: f32) -> Result<Agre
             return Ok(found);
         }
         let apart = (got.logprob - reference.logprob).abs();
-        // What is not a number is not near.
-        if !(apart < blur) {
+        if apart.is_nan() || apart >= blur {
             return Err(format!(
                 "token {position} has log-probability {:.3}, and {:.3} from the reference (they may be {blur} apart)",
                 got.logprob, reference.logprob
