@@ -181,7 +181,6 @@ if [ "$emulated" = 1 ]; then
     driver=(cuda_driver '::deferred') backend=(cuda_backend '::deferred') models=(cuda_logits '::qwen2') engine=(cuda_engine 'serving::greedy')
     sizes=(--shape 64x96 --rank 8 --rows 1 --rows 5 --rounds 1)
     whole=(--shape tiny --tokens 3 --rounds 1 --streams 1 --streams 8)
-    real=(--shape tiny)
 else
     export MANYLORA_CARD=1
     find_blas
@@ -190,7 +189,6 @@ else
     # Both ends of what models have, in the time that there is.
     sizes=(--shape 896x4864 --shape 4096x14336 --rank 16 --rank 64 --rows 1 --rows 8 --rows 64 --rounds 5)
     whole=(--shape 7b)
-    real=()
 fi
 
 say "ManyLoRA $(tr '\n' ' ' < "$here/version.txt"), $(uname -sm), $has"
@@ -304,7 +302,7 @@ if [ "$full" = 1 ]; then
     if [ -z "${MODEL:-}" ]; then
         skip 'real model' 'MODEL names no folder'
     else
-        part 'real model' 600 "${on_device[@]}" "$here/bin/card" --json "$out/real-model.json" "${budgeted[@]}" ${real[@]+"${real[@]}"} --model "$MODEL"
+        part 'real model' 600 "${on_device[@]}" "$here/bin/card" --json "$out/real-model.json" "${budgeted[@]}" --model "$MODEL"
         show 'real model' '^real model'
     fi
     if [ "$emulated" = 1 ]; then

@@ -57,7 +57,7 @@ class LLM:
         assert len({lora.lora_int_id for lora in lora_request or []}) <= self.max_loras
         assert all(0 < token < 40_960 for prompt in prompts for token in prompt["prompt_token_ids"])
         tokens = [0] * sampling_params.max_tokens
-        time.sleep(0.01 * len(tokens))
+        time.sleep(0.05 * len(tokens))
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens)]) for _ in prompts]
 PYTHON
 
@@ -79,17 +79,17 @@ assert {case["popularity"] for case in cases} == {None, "identical", "uniform", 
 assert {case["products"] for case in cases} == {"own", "library"}
 assert all(case["device"] == "cuda" and case["microseconds"] > 0 and case["fraction_of_limit"] > 0 for case in cases)
 assert {case["case"] for case in card["cases"]} == {"ledger", "decode", "prefill", "cold load"}
-# The same cases, each with what both made of it. The stand-in takes 10 ms for a token, on any number of streams.
+# The same cases, each with what both made of it. The stand-in takes 50 ms for a token, on any number of streams.
 ours = {(case["streams"], case["adapters"]): case["tokens_per_second"] for case in card["cases"] if case["case"] == "decode"}
 theirs = {(case["streams"], case["adapters"]): case for case in vllm["cases"]}
 assert ours.keys() == theirs.keys() and len(ours) == 5, (ours, theirs)
 for (streams, adapters), case in theirs.items():
     assert case["manylora_tokens_per_second"] == ours[streams, adapters]
-    assert 0.3 * streams / 0.01 < case["tokens_per_second"] < 1.7 * streams / 0.01, case
+    assert 0.1 * streams / 0.05 < case["tokens_per_second"] < 3 * streams / 0.05, case
     assert abs(case["manylora_over_vllm"] * case["tokens_per_second"] / ours[streams, adapters] - 1) < 1e-6
 if sys.argv[2]:
-    (real,) = read("real-model.json")["cases"]
-    assert real["case"] == "real model" and real["failure"] is None and real["certain"] > 0, real
+    real = read("real-model.json")["cases"]
+    assert len(real) == 4 and all(case["failure"] is None and case["certain"] > 0 for case in real), real
 print(f"{len(cases)} rows in the bench table, {len(card['cases'])} of the engine, {len(theirs)} beside vLLM's")
 PYTHON
 grep -q '^vLLM stand-in,   8 streams,  8 adapters: .* x[0-9.]* of it$' said || fail 'what was measured of vLLM is not shown'

@@ -35,8 +35,9 @@ const TEXTS: [&str; 4] = [
     "Water boils at 100 degrees Celsius, and it freezes at",
     "One, two, three, four, five, six, seven,",
 ];
-/// How far apart logits of a real model may be that are computed in bfloat16 on two devices.
-const BLUR: f32 = 0.25;
+/// How far apart logits of a real model may be that are computed in bfloat16 on two devices: some four times as far as those
+/// of SmolLM2-135M are on the emulated device.
+const BLUR: f32 = 0.15;
 
 struct Options {
     folder: PathBuf,
@@ -317,8 +318,7 @@ impl Bench {
 
     /// Greedy tokens of a real model are the processor's, as far as they are certain.
     fn real_model(&mut self, path: &Path) -> Result<(), Box<dyn Error>> {
-        // An emulated device takes seconds for a token.
-        let (tokens, prompts) = if self.options.tiny { (4, &TEXTS[..1]) } else { (32, &TEXTS[..]) };
+        let tokens = 32;
         let run = |device: Device| -> Result<Vec<Vec<Choice>>, Box<dyn Error>> {
             let mut config = EngineConfig::new(path);
             config.device = device;
@@ -331,12 +331,12 @@ impl Bench {
             let engine = Engine::start(config)?;
             let params = SamplingParams { logprobs: Some(2), ..greedy_params(tokens) };
             let request = |text: &&str| manylora::GenerateRequest::text(*text).params(params.clone());
-            let streams = engine.submit_all(prompts.iter().map(request).collect(), false)?;
+            let streams = engine.submit_all(TEXTS.iter().map(request).collect(), false)?;
             streams.into_iter().map(|mut stream| choices(&stream.collect_all()?)).collect()
         };
         let (card, processor) = (run(Device::Cuda { ordinal: 0 })?, run(Device::Cpu)?);
         let (mut certain, mut wrong) = (0, Vec::new());
-        for ((text, card), processor) in prompts.iter().zip(&card).zip(&processor) {
+        for ((text, card), processor) in TEXTS.iter().zip(&card).zip(&processor) {
             let found = agreement(card, processor, BLUR);
             let told = match &found {
                 Ok(found) => found.to_string(),
