@@ -107,8 +107,8 @@ gpu-archive: $(STAMPS)/venv $(STAMPS)/nvcc
 		scripts/gpu_archive.sh
 
 # Whether it is whole: all of it on the emulated device, away from the sources; and what it says where there is no driver.
-test-gpu-archive: gpu-archive
-	scripts/test_gpu_archive.sh "$(GPU_ARCHIVE)"
+test-gpu-archive: gpu-archive data
+	set -a && . ./$(STAMPS)/data && MODEL="$$MANYLORA_SMOLLM2" scripts/test_gpu_archive.sh "$(GPU_ARCHIVE)"
 
 docs: $(STAMPS)/venv
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --release --workspace --no-deps --locked

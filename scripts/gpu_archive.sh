@@ -6,6 +6,8 @@ set -euo pipefail
 
 root=$(cd "$(dirname "$0")/.." && pwd)
 limit=$((64 << 20))
+# The oldest C library that programs may need: that of systems which are in use on machines with cards.
+glibc=2.34
 cd "$root"
 stage=$(mktemp -d)
 trap 'rm -rf "$stage"' EXIT
@@ -15,12 +17,12 @@ mkdir -p "$folder"/{bin,kernels,emulated,oracle,wheel}
 # Images for all cards, in programs and beside them.
 export MANYLORA_REQUIRE_CUDA=1 NVCC
 "$CARGO" test --release --workspace --features manylora-benches/cuda,manylora-py/cuda --locked --no-run \
-    --test cuda_driver --test cuda_backend --test cuda_logits --bench kernels --bench card \
+    --test cuda_driver --test cuda_backend --test cuda_logits --test cuda_engine --bench kernels --bench card \
     --message-format=json-render-diagnostics > "$stage/built.json"
 python3 - "$stage/built.json" "$folder/bin" << 'PYTHON'
 import json, shutil, sys
 
-wanted = {"cuda_driver", "cuda_backend", "cuda_logits", "kernels", "card"}
+wanted = {"cuda_driver", "cuda_backend", "cuda_logits", "cuda_engine", "kernels", "card"}
 for line in open(sys.argv[1]):
     message = json.loads(line)
     name = message.get("target", {}).get("name")
@@ -42,10 +44,18 @@ for base in tests/oracle/*/expected.safetensors; do
     cp -r "$(dirname "$base")" "$folder/oracle"
 done
 strip "$folder"/bin/* "$folder"/emulated/*
-cp scripts/gpu_check.sh "$folder"
+cp scripts/gpu_check.sh scripts/gpu_vllm.py "$folder"
+for program in "$folder"/bin/*; do
+    needed=$(objdump -T "$program" | grep -o 'GLIBC_[0-9.]*' | sort -Vu | tail -n 1)
+    if [ "$(printf '%s\n' "GLIBC_$glibc" "$needed" | sort -V | tail -n 1)" != "GLIBC_$glibc" ]; then
+        echo "${program##*/} needs $needed, and $glibc is what machines with cards have" >&2
+        exit 1
+    fi
+done
 {
     git describe --always --dirty 2> /dev/null || sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml
     cat "$BUILT/architectures.txt"
+    echo "glibc $glibc"
 } > "$folder/version.txt"
 
 mkdir -p "$(dirname "$ARCHIVE")"

@@ -3,17 +3,19 @@
 //! prefill; and the gaps between tokens while an adapter is loaded that was never read before.
 //!
 //! `cargo bench --bench card --features cuda -- --folder DIR [--json FILE] [--shape 7b|tiny] [--budget GB]
-//! [--tokens N] [--rounds N] [--streams N]... [--model PATH]`: `--folder` is where 20 GB of weights and adapters go, once; `--model` is
-//! a real model, whose greedy tokens are compared with the processor's.
+//! [--tokens N] [--rounds N] [--streams N]... [--model PATH]`: `--folder` is where 20 GB of weights and adapters go, once; with
+//! `--model` nothing but the greedy tokens of that real model is compared with the processor's.
 
 use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
 
-use manylora::{AdapterSource, DType, Device, Engine, EngineConfig, SamplingParams};
+use manylora::sampler::TokenLogprobs;
+use manylora::{AdapterSource, DType, Delta, Device, Engine, EngineConfig, SamplingParams};
+use manylora_benches::agreement::{Choice, agreement};
 use manylora_benches::card::{copied_per_second, describe};
-use manylora_benches::decode::{Batch, Turns, greedy_request, median};
+use manylora_benches::decode::{Batch, Turns, greedy_params, greedy_request, median};
 use manylora_benches::roofline::{Limits, Work};
 use manylora_benches::synthetic::{self, Shape};
 use manylora_kernels::cuda;
@@ -26,6 +28,16 @@ const HELD: usize = 30;
 /// Adapters of the decode steps.
 const MIXES: [usize; 4] = [0, 1, 8, 64];
 const PREFILL: usize = 1024;
+/// A real model's prompts.
+const TEXTS: [&str; 4] = [
+    "The capital of France is",
+    "def fibonacci(n):\n    \"\"\"Return the n-th Fibonacci number.\"\"\"\n",
+    "Water boils at 100 degrees Celsius, and it freezes at",
+    "One, two, three, four, five, six, seven,",
+];
+/// How far apart logits of a real model may be that are computed in bfloat16 on two devices: some four times as far as those
+/// of SmolLM2-135M are on the emulated device.
+const BLUR: f32 = 0.15;
 
 struct Options {
     folder: PathBuf,
@@ -89,6 +101,8 @@ impl Options {
 struct Bench {
     options: Options,
     shape: Shape,
+    /// The budget as a share of the card's memory.
+    utilization: f64,
     limits: Limits,
     cases: Vec<Value>,
 }
@@ -100,9 +114,31 @@ impl Bench {
         self.cases.push(case);
     }
 
+    /// Begins the names of what is written.
+    fn shape_name(&self) -> &'static str {
+        if self.options.tiny { "tiny" } else { "7b" }
+    }
+
+    /// Everything that random weights are for.
+    #[expect(clippy::print_stdout, reason = "a bench prints its results")]
+    fn random_weights(&mut self) -> Result<(), Box<dyn Error>> {
+        let folder = self.options.folder.join(self.shape_name());
+        println!("writing random weights to {} if they are not there", folder.display());
+        synthetic::model(&folder, &self.shape)?;
+        let engine = self.engine()?;
+        println!("{}", engine.info().backend);
+        self.ledger(&engine, 0)?;
+        for index in 0..HELD {
+            self.load(&engine, index)?;
+        }
+        self.ledger(&engine, HELD)?;
+        self.decode(&engine)?;
+        self.prefill(&engine);
+        self.cold_load(&engine)
+    }
+
     fn adapter(&self, index: usize) -> AdapterSource {
-        let shape = if self.options.tiny { "tiny" } else { "7b" };
-        let folder = self.options.folder.join(format!("{shape}-adapter-{index}-r{RANK}"));
+        let folder = self.options.folder.join(format!("{}-adapter-{index}-r{RANK}", self.shape_name()));
         AdapterSource::directory(format!("adapter-{index}"), folder)
     }
 
@@ -123,15 +159,15 @@ impl Bench {
         Ok(source)
     }
 
-    fn engine(&self, total: u64) -> Result<Engine, Box<dyn Error>> {
+    fn engine(&self) -> Result<Engine, Box<dyn Error>> {
         let most = *self.options.streams.iter().max().unwrap_or(&1);
-        let mut config = EngineConfig::new(self.options.folder.join(if self.options.tiny { "tiny" } else { "7b" }));
+        let mut config = EngineConfig::new(self.options.folder.join(self.shape_name()));
         config.device = Device::Cuda { ordinal: 0 };
         config.dtype = DType::BFloat16;
         config.skip_tokenizer_init = true;
         // Long and short runs have the same prompts: what one computed must not be found by the other.
         config.enable_prefix_caching = false;
-        config.gpu_memory_utilization = (self.options.budget * 1e9 / total as f64).min(0.95);
+        config.gpu_memory_utilization = self.utilization;
         config.max_num_seqs = most.max(8);
         config.max_lora_rank = RANK;
         // One more than the mixes need: the one that is loaded in mid-decode.
@@ -279,38 +315,65 @@ impl Bench {
         Ok(())
     }
 
-    /// Greedy tokens of a real model on the card and on the processor.
+    /// Greedy tokens of a real model are the processor's, as far as they are certain.
     fn real_model(&mut self, path: &Path) -> Result<(), Box<dyn Error>> {
         let tokens = 32;
-        let run = |device: Device| -> Result<Vec<u32>, Box<dyn Error>> {
+        let run = |device: Device| -> Result<Vec<Vec<Choice>>, Box<dyn Error>> {
             let mut config = EngineConfig::new(path);
             config.device = device;
             config.dtype = DType::BFloat16;
-            config.kv_cache_memory_bytes = Some(1 << 28);
+            config.enable_lora = false;
+            config.gpu_memory_utilization = self.utilization;
+            config.kv_cache_memory_bytes = Some(64 << 20);
+            config.max_model_len = Some(256);
+            config.max_num_batched_tokens = Some(256);
             let engine = Engine::start(config)?;
-            let params = SamplingParams {
-                temperature: 0.0,
-                max_tokens: Some(tokens),
-                ignore_eos: true,
-                ..SamplingParams::default()
-            };
-            let request = manylora::GenerateRequest::text("The capital of France is").params(params);
-            let mut stream = engine.submit(request)?;
-            let mut made = Vec::new();
-            for delta in stream.collect_all()? {
-                made.extend(delta.token_ids);
-            }
-            Ok(made)
+            let params = SamplingParams { logprobs: Some(2), ..greedy_params(tokens) };
+            let request = |text: &&str| manylora::GenerateRequest::text(*text).params(params.clone());
+            let streams = engine.submit_all(TEXTS.iter().map(request).collect(), false)?;
+            streams.into_iter().map(|mut stream| choices(&stream.collect_all()?)).collect()
         };
         let (card, processor) = (run(Device::Cuda { ordinal: 0 })?, run(Device::Cpu)?);
-        let equal = card.iter().zip(&processor).take_while(|(card, processor)| card == processor).count();
-        let text = format!(
-            "{}: {equal} of {tokens} greedy tokens as on the processor before the first other one",
-            path.display()
-        );
-        self.say(&text, json!({ "case": "real model", "equal_tokens": equal, "tokens": tokens }));
-        if equal == 0 { Err("not one token is the processor's".into()) } else { Ok(()) }
+        let (mut certain, mut wrong) = (0, Vec::new());
+        for ((text, card), processor) in TEXTS.iter().zip(&card).zip(&processor) {
+            let found = agreement(card, processor, BLUR);
+            let told = match &found {
+                Ok(found) => found.to_string(),
+                Err(why) => format!("NOT the processor's: {why}"),
+            };
+            let case = json!({
+                "case": "real model", "prompt": text, "tokens": tokens, "blur": BLUR, "failure": found.as_ref().err(),
+                "equal": found.as_ref().ok().map(|found| found.equal),
+                "certain": found.as_ref().ok().map(|found| found.certain),
+                "margin_of_another": found.as_ref().ok().and_then(|found| found.near_tie),
+                "logprobs_apart": found.as_ref().ok().map(|found| found.furthest),
+            });
+            self.say(&format!("real model, {tokens} greedy tokens after {text:?}: {told}"), case);
+            match found {
+                Ok(found) => certain += found.certain,
+                Err(why) => wrong.push(why),
+            }
+        }
+        match wrong.first() {
+            Some(why) => Err(format!("{}: on the card, {why}", path.display()).into()),
+            None if certain == 0 => Err(format!(
+                "{}: at no position were the best two candidates {BLUR} or more apart, so that nothing was compared",
+                path.display()
+            )
+            .into()),
+            None => Ok(()),
+        }
     }
+}
+
+/// The choices of a request's only sample, with the margins that its logprobs tell.
+fn choices(samples: &[Delta]) -> Result<Vec<Choice>, Box<dyn Error>> {
+    let sample = samples.first().ok_or("the request gave nothing")?;
+    let choice = |(&token, position): (&u32, &TokenLogprobs)| match position.entries[..] {
+        [best, second, ..] => Ok(Choice { token, logprob: best.logprob, margin: best.logprob - second.logprob }),
+        _ => Err("a position came without its best two candidates".into()),
+    };
+    sample.token_ids.iter().zip(&sample.logprobs).map(choice).collect()
 }
 
 fn main() -> ExitCode {
@@ -320,47 +383,27 @@ fn main() -> ExitCode {
 #[expect(clippy::print_stdout, reason = "a bench prints its results")]
 fn run() -> Result<(), Box<dyn Error>> {
     let options = Options::parse()?;
-    let device = match cuda::Device::open(0) {
-        Ok(device) => device,
-        Err(error) => {
-            println!("no card, all of this is skipped: {error}");
-            return Ok(());
-        }
-    };
+    let device = cuda::Device::open(0)?;
     let bandwidth = copied_per_second(&device)?;
-    let card = format!("{}, copies {:.1} GB/s", describe(&device), bandwidth / 1e9);
+    let card = format!("{}, copies {:.1} GB/s", describe(&device)?, bandwidth / 1e9);
     println!("{card}");
-    let total = device.context().properties().memory as u64;
+    let utilization = (options.budget * 1e9 / device.context().properties().memory as f64).min(0.95);
     drop(device);
     let shape = if options.tiny { Shape::TINY } else { Shape::SEVEN_BILLION };
     // Bytes are what a decode step is made of: arithmetic has no limit here.
     let limits = Limits { bandwidth, peak: f64::INFINITY };
-    let mut bench = Bench { options, shape, limits, cases: Vec::new() };
-    let folder = bench.options.folder.join(if bench.options.tiny { "tiny" } else { "7b" });
-    println!("writing random weights to {} if they are not there", folder.display());
-    synthetic::model(&folder, &shape)?;
-    let ran = (|| -> Result<(), Box<dyn Error>> {
-        let engine = bench.engine(total)?;
-        println!("{}", engine.info().backend);
-        bench.ledger(&engine, 0)?;
-        for index in 0..HELD {
-            bench.load(&engine, index)?;
-        }
-        bench.ledger(&engine, HELD)?;
-        bench.decode(&engine)?;
-        bench.prefill(&engine);
-        bench.cold_load(&engine)?;
-        drop(engine);
-        if let Some(model) = bench.options.model.clone() {
-            bench.real_model(&model)?;
-        }
-        Ok(())
-    })();
+    let mut bench = Bench { options, shape, utilization, limits, cases: Vec::new() };
+    let ran = match bench.options.model.clone() {
+        Some(model) => bench.real_model(&model),
+        None => bench.random_weights(),
+    };
     if let Some(path) = &bench.options.json {
-        let model = if bench.options.tiny { "tiny" } else { "Qwen2.5-7B's shape" };
+        let shape = bench.shape_name();
+        let real = bench.options.model.as_deref().and_then(Path::file_name).map(|name| name.display().to_string());
         let result = json!({
-            "card": card, "model": format!("{model}, bf16, random weights"), "rank": RANK, "prompt": PROMPT,
-            "tokens": bench.options.tokens, "budget_gb": bench.options.budget, "cases": bench.cases,
+            "card": card, "shape": shape, "real_model": real, "rank": RANK, "prompt": PROMPT,
+            "tokens": bench.options.tokens, "rounds": bench.options.rounds, "budget_gb": bench.options.budget,
+            "gpu_memory_utilization": utilization, "cases": bench.cases,
         });
         std::fs::write(path, format!("{result:#}\n"))?;
     }

@@ -30,11 +30,12 @@ pub fn copied_per_second(device: &Device) -> Result<f64, CudaError> {
     Ok(2.0 * bytes as f64 / fastest)
 }
 
-/// The card and where its base products come from, for people.
-pub fn describe(device: &Device) -> String {
+/// The card, what of its memory is free, and where its base products come from, for people.
+pub fn describe(device: &Device) -> Result<String, CudaError> {
+    let free = device.context().memory()?.free as f64 / f64::from(1 << 30);
     let products = match BlasLibrary::load(&[]) {
         Ok(library) => format!("cuBLASLt {} of {}", library.version(), library.path()),
         Err(error) => format!("no cuBLASLt ({error})"),
     };
-    format!("{}, {products}", device.describe())
+    Ok(format!("{}, {free:.1} GiB free, {products}", device.describe()))
 }

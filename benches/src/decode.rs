@@ -49,16 +49,20 @@ impl Batch<'_> {
     }
 }
 
-/// A request for exactly `tokens` greedy tokens, without text.
-pub fn greedy_request(prompt: Vec<u32>, tokens: usize, adapter: Option<&str>) -> GenerateRequest {
-    let params = SamplingParams {
+/// Exactly `tokens` greedy tokens, without text.
+pub fn greedy_params(tokens: usize) -> SamplingParams {
+    SamplingParams {
         temperature: 0.0,
         max_tokens: Some(tokens),
         ignore_eos: true,
         detokenize: false,
         ..SamplingParams::default()
-    };
-    let request = GenerateRequest::tokens(prompt).params(params);
+    }
+}
+
+/// A request for exactly `tokens` greedy tokens, without text.
+pub fn greedy_request(prompt: Vec<u32>, tokens: usize, adapter: Option<&str>) -> GenerateRequest {
+    let request = GenerateRequest::tokens(prompt).params(greedy_params(tokens));
     match adapter {
         Some(name) => request.adapter(name),
         None => request,

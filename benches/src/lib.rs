@@ -1,6 +1,7 @@
 //! What the benches share: models with random weights of a real shape, timing in turns, and the roofline that results are
 //! read against.
 
+pub mod agreement;
 #[cfg(feature = "cuda")]
 pub mod card;
 pub mod decode;

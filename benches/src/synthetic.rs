@@ -89,7 +89,23 @@ struct Tensor {
     constant: Option<f32>,
 }
 
+/// An error that says of which file: a full disk is one among several.
+fn of(path: &Path) -> impl Fn(io::Error) -> io::Error {
+    move |error| io::Error::new(error.kind(), format!("{}: {error}", path.display()))
+}
+
+/// Writes a configuration, which says by being there that its folder is whole: at once, or not at all.
+fn write_last(path: &Path, config: &serde_json::Value) -> io::Result<()> {
+    let part = path.with_extension("part");
+    fs::write(&part, serde_json::to_vec_pretty(config)?).map_err(of(&part))?;
+    fs::rename(&part, path).map_err(of(path))
+}
+
 fn write(path: &Path, tensors: &[Tensor], seed: u64) -> io::Result<()> {
+    write_tensors(path, tensors, seed).map_err(of(path))
+}
+
+fn write_tensors(path: &Path, tensors: &[Tensor], seed: u64) -> io::Result<()> {
     let mut header = serde_json::Map::new();
     let mut offset = 0;
     for tensor in tensors {
@@ -127,7 +143,7 @@ pub fn model(folder: &Path, shape: &Shape) -> io::Result<()> {
     if folder.join("config.json").exists() {
         return Ok(());
     }
-    fs::create_dir_all(folder)?;
+    fs::create_dir_all(folder).map_err(of(folder))?;
     let mut tensors = vec![tensor("model.embed_tokens.weight".to_owned(), &[shape.vocab, shape.hidden], 0.05)];
     for layer in 0..shape.layers {
         let name = |part: &str| format!("model.layers.{layer}.{part}");
@@ -151,7 +167,7 @@ pub fn model(folder: &Path, shape: &Shape) -> io::Result<()> {
         "hidden_act": "silu", "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0,
         "tie_word_embeddings": true, "torch_dtype": "bfloat16", "eos_token_id": 0,
     });
-    fs::write(folder.join("config.json"), serde_json::to_vec_pretty(&config)?)
+    write_last(&folder.join("config.json"), &config)
 }
 
 /// Writes a PEFT folder with factors on all linear maps, unless it is there already.
@@ -165,7 +181,7 @@ pub fn adapter_on(folder: &Path, shape: &Shape, rank: usize, seed: u64, maps: &[
     if folder.join("adapter_config.json").exists() {
         return Ok(());
     }
-    fs::create_dir_all(folder)?;
+    fs::create_dir_all(folder).map_err(of(folder))?;
     let mut tensors = Vec::new();
     for layer in 0..shape.layers {
         for (linear, outputs, inputs) in shape.linears().into_iter().filter(|(name, ..)| maps.contains(&short(name))) {
@@ -179,10 +195,35 @@ pub fn adapter_on(folder: &Path, shape: &Shape, rank: usize, seed: u64, maps: &[
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": null, "r": rank,
         "lora_alpha": 2 * rank, "lora_dropout": 0.0, "bias": "none", "target_modules": maps,
     });
-    fs::write(folder.join("adapter_config.json"), serde_json::to_vec_pretty(&config)?)
+    write_last(&folder.join("adapter_config.json"), &config)
 }
 
 /// `q_proj` of `self_attn.q_proj`.
 fn short(linear: &str) -> &str {
     linear.rsplit('.').next().unwrap_or(linear)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_not_finished_is_written_anew() {
+        let folder = std::env::temp_dir().join(format!("manylora-synthetic-{}", std::process::id()));
+        adapter(&folder, &Shape::TINY, 2, 1).unwrap();
+        let file = folder.join("adapter_model.safetensors");
+        let whole = fs::read(&file).unwrap();
+        // As it is when the disk was full: the configuration did not come to its name.
+        fs::rename(folder.join("adapter_config.json"), folder.join("adapter_config.part")).unwrap();
+        fs::write(&file, &whole[..100]).unwrap();
+        adapter(&folder, &Shape::TINY, 2, 1).unwrap();
+        assert!(fs::read(&file).unwrap() == whole && folder.join("adapter_config.json").is_file());
+        // And what was finished is left alone.
+        fs::write(&file, b"other").unwrap();
+        adapter(&folder, &Shape::TINY, 2, 1).unwrap();
+        assert_eq!(fs::read(&file).unwrap(), b"other");
+        fs::remove_dir_all(&folder).unwrap();
+        let error = model(Path::new("/dev/null/model"), &Shape::TINY).unwrap_err().to_string();
+        assert!(error.contains("/dev/null/model"), "{error}");
+    }
 }

@@ -14,6 +14,7 @@ use manylora_kernels::{
     AdapterTable, Backend, BufferKind, KernelError, LinearOutput, LinearPart, StepBatch, StorageType,
 };
 
+use crate::Products;
 use crate::case::{Case, Result as CaseResult};
 use crate::material::{Ramp, adapters, plan, site};
 use crate::popularity::Popularity;
@@ -53,7 +54,7 @@ impl Card {
         let device = Device::open(0)?;
         let emulated = device.context().library().is_emulated();
         let bandwidth = copied_per_second(&device)?;
-        let described = format!("{}, copies {:.1} GB/s", describe(&device), bandwidth / 1e9);
+        let described = format!("{}, copies {:.1} GB/s", describe(&device)?, bandwidth / 1e9);
         // Bytes are what these cases are made of: arithmetic has no limit here.
         Ok(Self { described, emulated, limits: Limits { bandwidth, peak: f64::INFINITY } })
     }
@@ -62,7 +63,7 @@ impl Card {
         &self.described
     }
 
-    fn material(&self, case: &Case) -> Result<Material, KernelError> {
+    fn material(&self, case: &Case, products: Products) -> Result<Material, KernelError> {
         let (inputs, outputs) = case.shape;
         // What an emulated device is slow at need not be more than exercised.
         let flushed = if self.emulated { 3 * 2 * inputs * outputs } else { FLUSHED_BYTES };
@@ -85,7 +86,11 @@ impl Card {
                 + WORKSPACE_BYTES
                 + SPARE_BYTES,
             shared_bytes: adapter_bytes,
-            products: ProductChoice::Auto,
+            products: match products {
+                Products::Auto => ProductChoice::Auto,
+                Products::Own => ProductChoice::Own,
+                Products::Library => ProductChoice::Library,
+            },
             algorithms: AlgorithmChoice::Fastest,
             workspace_bytes: Some(WORKSPACE_BYTES),
             library_folders: Vec::new(),
@@ -107,10 +112,11 @@ impl Card {
     pub(crate) fn measure(
         &self,
         case: &Case,
+        products: Products,
         mixes: &[Popularity],
         rounds: usize,
     ) -> Result<Vec<CaseResult>, Box<dyn Error>> {
-        let mut material = self.material(case)?;
+        let mut material = self.material(case, products)?;
         let mixes: Vec<Option<Popularity>> = std::iter::once(None).chain(mixes.iter().copied().map(Some)).collect();
         let batches: Vec<StepBatch> = mixes.iter().map(|mix| batch(*mix, case.rows)).collect();
         // Once as it is, once to be recorded; then as often as a sample needs.

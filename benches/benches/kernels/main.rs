@@ -5,7 +5,8 @@
 //!
 //! `cargo bench --bench kernels [--features cuda] -- [--json FILE] [--device cpu|cuda] [--shape 896x4864]... [--rank N]...
 //! [--rows N]... [--mix identical|uniform|skewed|distinct]... [--only warm|flushed] [--rounds N] [--threads N]
-//! [--describe]`: the last only says what the devices are.
+//! [--products own|library|auto]... [--describe]`: who computes the base's products on a card (our own kernels, cuBLASLt, or
+//! what an engine takes there), one after the other; the last only says what the devices are.
 
 #[cfg(feature = "cuda")]
 mod card;
@@ -30,6 +31,30 @@ const SHAPES: [Shape; 4] = [(896, 4864), (3584, 3584), (4096, 14336), (14336, 40
 const RANKS: [usize; 4] = [8, 16, 64, 128];
 const ROWS: [usize; 4] = [1, 8, 32, 64];
 
+/// Who computes the base's products on a card.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Products {
+    /// What an engine takes: cuBLASLt where it is found.
+    Auto,
+    Own,
+    Library,
+}
+
+impl Products {
+    const ALL: [Self; 3] = [Self::Auto, Self::Own, Self::Library];
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Own => "own",
+            Self::Library => "library",
+        }
+    }
+}
+
+/// A device, and on a card who computes products.
+type Where = (&'static str, Option<Products>);
+
 /// What a device does with a case.
 type Measure<'a> = dyn Fn(&Case) -> Result<Vec<CaseResult>, Box<dyn Error>> + 'a;
 
@@ -44,6 +69,8 @@ struct Options {
     threads: Option<usize>,
     /// `cpu`, `cuda`, or (None) both, the card where there is one.
     device: Option<String>,
+    /// Who computes the base's products on a card.
+    products: Vec<Products>,
     /// Only say what the devices are.
     describe: bool,
 }
@@ -61,6 +88,7 @@ impl Options {
             rounds: 9,
             threads: None,
             device: None,
+            products: vec![],
             describe: false,
         };
         let mut arguments = std::env::args().skip(1);
@@ -83,6 +111,11 @@ impl Options {
                 "--rows" => rows.push(value()?.parse()?),
                 "--rounds" => options.rounds = value()?.parse()?,
                 "--threads" => options.threads = Some(value()?.parse()?),
+                "--products" => {
+                    let products = value()?;
+                    let known = Products::ALL.into_iter().find(|known| known.name() == products);
+                    options.products.push(known.ok_or(format!("`{products}` is not `own`, `library` or `auto`"))?);
+                }
                 "--describe" => options.describe = true,
                 "--device" => match value()?.as_str() {
                     device @ ("cpu" | "cuda") => options.device = Some(device.to_owned()),
@@ -107,6 +140,9 @@ impl Options {
         if options.mixes.is_empty() {
             options.mixes = Popularity::ALL.to_vec();
         }
+        if options.products.is_empty() {
+            options.products = vec![Products::Auto];
+        }
         if options.rounds == 0 {
             return Err("a median needs one round at least".into());
         }
@@ -114,9 +150,9 @@ impl Options {
     }
 }
 
-fn row_of(result: &CaseResult, case: &Case, device: &str) -> Value {
+fn row_of(result: &CaseResult, case: &Case, (device, products): Where) -> Value {
     json!({
-        "device": device, "inputs": case.shape.0, "outputs": case.shape.1, "rank": case.rank, "rows": case.rows,
+        "device": device, "products": products.map(Products::name), "inputs": case.shape.0, "outputs": case.shape.1, "rank": case.rank, "rows": case.rows,
         "popularity": result.popularity.map(Popularity::name), "caches": if case.warm { "warm" } else { "flushed" },
         "microseconds": result.seconds * 1e6, "fraction_of_limit": result.fraction,
         "times_base": result.times_base, "extra_over_its_limit": result.extra,
@@ -124,12 +160,13 @@ fn row_of(result: &CaseResult, case: &Case, device: &str) -> Value {
 }
 
 #[expect(clippy::print_stdout, reason = "a bench prints its results")]
-fn print(result: &CaseResult, case: &Case, device: &str) {
+fn print(result: &CaseResult, case: &Case, (device, products): Where) {
     let popularity = result.popularity.map_or("base", Popularity::name);
     let (rank, caches) =
         (if result.popularity.is_some() { case.rank } else { 0 }, if case.warm { "warm" } else { "flushed" });
     print!(
-        "{device:<4} {:>6} x {:<6} {:>3} rows  rank {rank:>3} {popularity:<10} {caches:<8} {:>9.1} us  {:>5.2} of the limit",
+        "{device:<4} {:<7} {:>6} x {:<6} {:>3} rows  rank {rank:>3} {popularity:<10} {caches:<8} {:>9.1} us  {:>5.2} of the limit",
+        products.map_or("", Products::name),
         case.shape.0,
         case.shape.1,
         case.rows,
@@ -147,7 +184,7 @@ fn print(result: &CaseResult, case: &Case, device: &str) {
 
 impl Options {
     /// Takes every case through `measure`.
-    fn run(&self, device: &str, rows: &mut Vec<Value>, measure: &Measure<'_>) -> Result<(), Box<dyn Error>> {
+    fn run(&self, place: Where, rows: &mut Vec<Value>, measure: &Measure<'_>) -> Result<(), Box<dyn Error>> {
         if self.describe {
             return Ok(());
         }
@@ -157,8 +194,8 @@ impl Options {
                     for &count in &self.rows {
                         let case = Case { shape, rank, rows: count, warm };
                         for result in measure(&case)? {
-                            print(&result, &case, device);
-                            rows.push(row_of(&result, &case, device));
+                            print(&result, &case, place);
+                            rows.push(row_of(&result, &case, place));
                         }
                     }
                 }
@@ -185,7 +222,10 @@ fn on_card(options: &Options, rows: &mut Vec<Value>) -> Result<Option<String>, B
         }
     };
     println!("{}", card.describe());
-    options.run("cuda", rows, &|case| card.measure(case, &options.mixes, options.rounds))?;
+    for &products in &options.products {
+        let measure = |case: &Case| card.measure(case, products, &options.mixes, options.rounds);
+        options.run(("cuda", Some(products)), rows, &measure)?;
+    }
     Ok(Some(card.describe().to_owned()))
 }
 
@@ -212,7 +252,7 @@ fn run() -> Result<(), Box<dyn Error>> {
     if options.wants("cpu") {
         let processor = processor::Processor::new(options.threads)?;
         println!("{}", processor.describe()?);
-        options.run("cpu", &mut rows, &|case| processor.measure(case, &options.mixes, options.rounds))?;
+        options.run(("cpu", None), &mut rows, &|case| processor.measure(case, &options.mixes, options.rounds))?;
         report["machine"] = processor.describe()?.into();
     }
     if options.wants("cuda") {

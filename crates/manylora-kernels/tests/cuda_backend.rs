@@ -82,6 +82,9 @@ fn main() -> ExitCode {
         | "a_move_that_fails_ends_the_step::card"
         | "blocks_that_cannot_be_moved_end_the_step::card" => Err("makes calls of the driver fail"),
         "launches_do_not_grow_with_adapters::card" => Err("counts launches"),
+        "rows_do_not_depend_on_their_neighbours::card" => {
+            Err("compares bits, of which cuBLASLt promises none; it runs with own products")
+        }
         "steps_run_without_cublaslt" => Err("cuBLASLt may be there"),
         _ => Ok(()),
     })

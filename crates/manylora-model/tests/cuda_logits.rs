@@ -19,7 +19,7 @@ use harness::BASES;
 use manylora_kernels::StorageType;
 use manylora_kernels::cuda::ProductChoice;
 use stand_in::cases::{Case, Environment};
-use stand_in::{Build, StandIn};
+use stand_in::{Build, StandIn, on_card};
 
 /// The base that cards cannot take.
 const ODD: &str = "llama-odd";
@@ -42,7 +42,7 @@ fn main() -> ExitCode {
     let mut all = vec![case(format!("what_does_not_fit_is_refused::{ODD}"), DEFERRED, || cases::refused(ODD))];
     for base in regular() {
         all.push(case(format!("a_43_error_is_within_twice_that_of_peft::{base}"), DEFERRED, || {
-            cases::base_and_alpha(base, ProductChoice::Library);
+            cases::base_and_alpha(base, cases::library());
         }));
         all.push(case(format!("a_43_error_with_own_products::{base}"), EAGER, || {
             cases::base_and_alpha(base, ProductChoice::Own);
@@ -58,7 +58,8 @@ fn main() -> ExitCode {
     all.push(case("composition_equals_the_sum_of_deltas".to_owned(), DEFERRED, cases::composition));
     all.push(case("a_29_slots_keep_nothing".to_owned(), DEFERRED, cases::slots_keep_nothing));
     all.push(case("solo_equals_batched_in_half_precision".to_owned(), EAGER, || {
-        together::solo_equals_batched("qwen2", StorageType::F16, ProductChoice::Library);
+        let products = if on_card() { ProductChoice::Own } else { ProductChoice::Library };
+        together::solo_equals_batched("qwen2", StorageType::F16, products);
     }));
     if stand_in::cases::deep() {
         for base in regular() {
@@ -70,6 +71,12 @@ fn main() -> ExitCode {
         }
     }
     stand_in::cases::run_on_cards(all, |name| {
-        if name.ends_with("::eager") || name.ends_with("::checked") { Err("is of the emulated device") } else { Ok(()) }
+        if name.ends_with("::eager") || name.ends_with("::checked") {
+            Err("is of the emulated device")
+        } else if name.starts_with("solo_equals_batched::") {
+            Err("compares bits, of which cuBLASLt promises none; it runs with own products")
+        } else {
+            Ok(())
+        }
     })
 }

@@ -1,4 +1,4 @@
-//! The engine on the emulated device: what it generates, what it holds, how adapters come and go under running requests,
+//! The engine on the emulated device, or on a card: what it generates, what it holds, how adapters come and go under running requests,
 //! and what becomes of failures. Each case runs in a process of its own, since a process can load one driver only.
 //!
 //! A main function of its own: `cargo test --features manylora/cuda --test cuda_engine -- [FILTER]`.
@@ -18,6 +18,7 @@ mod stand_in;
 
 use std::process::ExitCode;
 
+use manylora::EngineConfig;
 use stand_in::Build;
 use stand_in::cases::{Case, Environment};
 
@@ -26,6 +27,14 @@ const DEFERRED: Environment = &[("EMU_SCHEDULE", "deferred")];
 const EAGER: Environment = &[("EMU_SCHEDULE", "eager")];
 /// By a thread of its own, as on a card.
 const BACKGROUND: Environment = &[("EMU_SCHEDULE", "background")];
+
+/// A card is shared with the other cases' processes, and with whatever else runs on it: of a small part of it, each takes what
+/// its engine is told to. (The emulated device is each process's own.)
+fn leave_room_for_others(config: &mut EngineConfig) {
+    if stand_in::on_card() {
+        config.gpu_memory_utilization = 0.25;
+    }
+}
 
 type Row = (&'static str, fn(), Option<Build>, Environment);
 
@@ -63,5 +72,14 @@ fn main() -> ExitCode {
         let (name, run) = (name.to_owned(), Box::new(run));
         Case { name, run, build, environment }
     };
-    stand_in::cases::run(CASES.iter().map(case).collect())
+    stand_in::cases::run_on_cards(CASES.iter().map(case).collect(), |name| match name {
+        "choosing::no_driver" => Err("is about a machine without a driver"),
+        "choosing::no_card"
+        | "choosing::a_card_too_old"
+        | "choosing::a_driver_too_old"
+        | "choosing::too_little_memory" => Err("is about what the emulated device is told to lack"),
+        "choosing::memory_of_others" => Err("takes a third of the device's memory"),
+        "failing::every_function_in_turn" => Err("makes calls of the driver fail"),
+        _ => Ok(()),
+    })
 }

@@ -229,10 +229,14 @@ pub(crate) fn rows_do_not_depend_on_their_neighbours() {
 /// The same where no library that promises nothing has a part in it.
 pub(crate) fn rows_do_not_depend_on_their_neighbours_with_own_products() {
     let toy = |graphs| Toy::new(own(StorageType::Bf16, graphs), StorageType::Bf16, 1);
-    StandIn::get().reset_counts();
+    if let Some(device) = StandIn::counting() {
+        device.reset_counts();
+    }
     rows_keep_their_bits(toy(true), toy(false));
-    assert_eq!(StandIn::get().launches("cublasLtMatmul"), 0);
-    assert!(StandIn::get().launches("matmul_bf16") > 0 && StandIn::get().launches("matmul_few_rows_bf16") > 0);
+    if let Some(device) = StandIn::counting() {
+        assert_eq!(device.launches("cublasLtMatmul"), 0);
+        assert!(device.launches("matmul_bf16") > 0 && device.launches("matmul_few_rows_bf16") > 0);
+    }
 }
 
 /// Without cuBLASLt nothing but it is missing.

@@ -15,6 +15,7 @@ use manylora_model::adapter::{AdapterHeader, AdapterPolicy, PreparedAdapter, ins
 use manylora_model::checkpoint::Checkpoint;
 
 use crate::harness::{self, Model, Oracle, compare, compare_prompt, levels};
+use crate::stand_in::on_card;
 
 /// A base on the emulated device.
 pub(crate) struct Loaded {
@@ -22,6 +23,11 @@ pub(crate) struct Loaded {
     pub(crate) policy: AdapterPolicy,
     pub(crate) backend: Arc<CudaBackend>,
     pub(crate) model: Model<CudaBackend>,
+}
+
+/// Products by cuBLASLt, which a machine with a card may lack.
+pub(crate) fn library() -> ProductChoice {
+    if on_card() { ProductChoice::Auto } else { ProductChoice::Library }
 }
 
 fn options(checkpoint: &Checkpoint, dtype: StorageType, graphs: bool, products: ProductChoice) -> CudaOptions {
@@ -78,12 +84,10 @@ pub(crate) fn refused(base: &str) {
     let checkpoint = Checkpoint::open(&Oracle::open(base).base_folder()).unwrap();
     let spec = &checkpoint.spec;
     assert!(!spec.hidden_size.is_multiple_of(8) && !spec.head_dim.is_multiple_of(8), "{base} has become regular");
-    let error = CudaBackend::open(options(&checkpoint, StorageType::Bf16, true, ProductChoice::Library))
-        .unwrap_err()
-        .to_string();
+    let error = CudaBackend::open(options(&checkpoint, StorageType::Bf16, true, library())).unwrap_err().to_string();
     assert!(error.contains(&format!("`{}` wide", spec.head_dim)) && error.contains("device \"cpu\""), "{error}");
     // The other way to find out: heads that fit, on rows that do not.
-    let heads = CudaOptions { head_dim: 16, ..options(&checkpoint, StorageType::Bf16, true, ProductChoice::Library) };
+    let heads = CudaOptions { head_dim: 16, ..options(&checkpoint, StorageType::Bf16, true, library()) };
     let backend = Arc::new(CudaBackend::open(heads).unwrap());
     let loaded = manylora_model::decoder::Decoder::load(backend, &checkpoint, StorageType::Bf16, &mut |_| {});
     let Err(error) = loaded else { panic!("{base} was loaded") };
@@ -108,7 +112,7 @@ pub(crate) fn base_and_alpha(base: &str, products: ProductChoice) {
 
 /// Every adapter of a base that must load, one after the other in one slot.
 pub(crate) fn every_adapter(base: &str) {
-    let mut loaded = Loaded::open(base, StorageType::Bf16, true, ProductChoice::Library);
+    let mut loaded = Loaded::open(base, StorageType::Bf16, true, library());
     let mut reference = loaded.reference();
     let (mut compared, mut refused) = (0, 0);
     for (name, expected) in loaded.oracle.adapters() {
@@ -146,7 +150,7 @@ fn bound(oracle: &Oracle, reference: &mut Model, label: &str, adapter: &str) -> 
 
 /// Several adapters in one request, as sums of their deltas.
 pub(crate) fn composition() {
-    let mut loaded = Loaded::open("llama", StorageType::Bf16, true, ProductChoice::Library);
+    let mut loaded = Loaded::open("llama", StorageType::Bf16, true, library());
     let mixes = loaded.oracle.manifest["composition"]["mixes"].as_object().unwrap().clone();
     assert!(!mixes.is_empty());
     let bound = 2.0 * loaded.oracle.half_precision_error("alpha");
@@ -174,7 +178,7 @@ pub(crate) fn composition() {
 
 /// a slot that held a larger adapter leaves nothing of it to the next one.
 pub(crate) fn slots_keep_nothing() {
-    let mut loaded = Loaded::open("llama", StorageType::Bf16, true, ProductChoice::Library);
+    let mut loaded = Loaded::open("llama", StorageType::Bf16, true, library());
     let tokens = loaded.oracle.prompt("mid");
     let all: Vec<usize> = (0..tokens.len()).collect();
     let adapters = ["gamma", "layers-0", "null"].map(|name| loaded.prepare(name).unwrap());

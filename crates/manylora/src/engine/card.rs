@@ -89,10 +89,10 @@ pub(super) fn open(config: &EngineConfig, spec: &ModelSpec, ordinal: usize) -> R
         }
     }
     let (workspace, note) = match source {
-        ProductSource::Library(_) => (Matmul::advised_workspace(device.context()), None),
-        ProductSource::Own(why) => (0, why.map(|why| format!("base products go to our own kernels: {why}"))),
+        ProductSource::Library(_) => (Some(Matmul::advised_workspace(device.context())), None),
+        ProductSource::Own(why) => (None, why.map(|why| format!("base products go to our own kernels: {why}"))),
     };
-    options.workspace_bytes = Some(workspace);
+    options.workspace_bytes = workspace;
     Ok(Card { device, options, dtype_name, note })
 }
 
@@ -137,7 +137,7 @@ impl Card {
             .map(|(rows, widths, kind)| cuda::activation_bytes(*rows, widths, *kind))
             .sum();
         let tables = 2 * cuda::vector_bytes(rotary_table_len(spec, limits));
-        let products = cuda::granules(self.options.workspace_bytes.unwrap_or_default());
+        let products = self.options.workspace_bytes.map_or(0, cuda::granules);
         let steps = cuda::step_bytes(&Self::room(config, limits), spec.layers, spec.heads, spec.head_dim);
         [activations, tables, products, steps].into_iter().fold(0u64, |sum, bytes| sum.saturating_add(bytes as u64))
     }

@@ -11,7 +11,8 @@ use manylora_kernels::{Module, Site, SiteShape};
 use crate::common::{
     Answer, Oracle, adapter_path, answers, assert_every_ordering, engine, greedy, in_memory, load, request,
 };
-use crate::stand_in::StandIn;
+use crate::leave_room_for_others;
+use crate::stand_in::{self, StandIn};
 
 pub(crate) const ADAPTERS: [Option<&str>; 7] =
     [None, Some("alpha"), Some("beta"), Some("gamma"), Some("rank5"), Some("embed-head-nocopy"), Some("layers-0")];
@@ -24,6 +25,7 @@ pub(crate) fn on_card(oracle: &Oracle, configure: impl FnOnce(&mut EngineConfig)
         config.dtype = DType::BFloat16;
         config.kv_cache_memory_bytes = Some(2 << 20);
         config.lora_memory_bytes = Some(1 << 20);
+        leave_room_for_others(config);
         configure(config);
     })
 }
@@ -129,20 +131,26 @@ pub(crate) fn solo_equals_batched() {
 
 /// Promise P8: what is told at the start is what the card holds, and formulas are those of what is allocated.
 pub(crate) fn held_bytes_are_those_told() {
-    let device = StandIn::get();
-    for (base, rows, lora) in
-        [("llama", 64, true), ("qwen2", 300, true), ("qwen3", 40, false), ("llama-tied", 64, true)]
-    {
+    for (base, rows, lora, own_products) in [
+        ("llama", 64, true, false),
+        ("qwen2", 300, true, true),
+        ("qwen3", 40, false, false),
+        ("llama-tied", 64, true, false),
+    ] {
         let oracle = Oracle::open(base);
         let engine = on_card(&oracle, |config| {
             config.max_num_batched_tokens = Some(rows);
             config.enable_lora = lora;
+            // Which need no working memory of a library.
+            config.batch_invariant = own_products;
         });
         let info = engine.info().clone();
         let memory = info.card.unwrap();
         let used = engine.stats().unwrap().device_memory.unwrap();
-        // The device rounds up to 512 bytes.
-        assert_eq!(device.held()[0] as u64, memory.reserved_bytes().next_multiple_of(512), "{base}");
+        if let Some(device) = StandIn::counting() {
+            // The device rounds up to 512 bytes.
+            assert_eq!(device.held()[0] as u64, memory.reserved_bytes().next_multiple_of(512), "{base}");
+        }
         assert_eq!(used.reserved, memory.reserved_bytes());
         assert_eq!(used.weights + used.working, memory.weight_bytes + memory.working_bytes, "{base}");
         assert_eq!((info.weight_bytes, info.working_bytes), (memory.weight_bytes, memory.working_bytes));
@@ -167,7 +175,7 @@ pub(crate) fn held_bytes_are_those_told() {
             assert_eq!(engine.stats().unwrap().device_memory, stats.device_memory);
         }
         drop(engine);
-        device.assert_nothing_held();
+        StandIn::get().assert_nothing_held();
     }
     formulas();
 }
@@ -222,8 +230,16 @@ fn formulas() {
 /// With nothing said, KV blocks and adapters share all that weights and working memory leave.
 pub(crate) fn default_sizes() {
     let oracle = Oracle::open("llama");
+    // Some 64 MiB are to be left.
+    let utilization = if stand_in::on_card() {
+        let memory = on_card(&oracle, |_| {}).info().card.unwrap();
+        let needed = memory.driver_bytes + memory.weight_bytes + memory.working_bytes + (64 << 20);
+        needed as f64 / memory.total_bytes as f64
+    } else {
+        0.1
+    };
     let engine = on_card(&oracle, |config| {
-        config.gpu_memory_utilization = 0.1;
+        config.gpu_memory_utilization = utilization;
         config.kv_cache_memory_bytes = None;
         config.lora_memory_bytes = None;
     });
@@ -333,7 +349,12 @@ pub(crate) fn adapters_come_and_go_under_running_requests() {
     copy(&adapter_path(&oracle, "alpha"), folder.path());
     load(&engine, &oracle, &["alpha", "beta"]);
     let mut turn = 0;
-    for round in 0..3 {
+    // A card is through with its requests before many adapters have come and gone: then there are more rounds.
+    let enough = |turn: usize| turn > 20 && engine.stats().unwrap().evictions > 10;
+    for round in 0..if stand_in::on_card() { 100 } else { 3 } {
+        if round >= 3 && enough(turn) {
+            break;
+        }
         let running = engine.submit_all(long().into(), false).unwrap();
         let mut turns = 0;
         let busy = || engine.stats().is_ok_and(|stats| stats.running + stats.waiting > 0);
@@ -372,7 +393,7 @@ pub(crate) fn adapters_come_and_go_under_running_requests() {
     assert_eq!(answer(&engine, &oracle, Some("beta")), beta);
     let stats = engine.stats().unwrap();
     println!("{turn} turns, {} evictions, {} steps", stats.evictions, stats.steps);
-    assert!(stats.evictions > 10 && turn > 20, "{turn} turns, {} evictions", stats.evictions);
+    assert!(enough(turn), "{turn} turns, {} evictions", stats.evictions);
     assert_eq!(stats.device_memory.unwrap().adapters, stats.adapter_bytes);
 }
 
@@ -509,7 +530,8 @@ pub(crate) fn holes_keep_nothing_out() {
     }
     load(&engine, &oracle, &[large]);
     assert_eq!(answer(&engine, &oracle, Some(large)), wanted_large);
-    assert!(engine.stats().unwrap().running > 0, "the others still run");
+    // A card may have been faster than the files were read.
+    assert!(stand_in::on_card() || engine.stats().unwrap().running > 0, "the others still run");
     for (mut stream, wanted) in running.into_iter().zip(&wanted) {
         let tokens: Vec<u32> =
             std::iter::from_fn(|| stream.next_delta()).flat_map(|delta| delta.unwrap().token_ids).collect();
