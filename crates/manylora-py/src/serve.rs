@@ -1,0 +1,107 @@
+//! Serving over HTTP: runs until the process is told to stop.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use manylora::EngineError;
+use manylora_server::{Server, ServerConfig, ServerError};
+use pyo3::exceptions::PyOSError;
+use pyo3::prelude::*;
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::engine::Engine;
+use crate::errors::to_python;
+
+/// Threads of the HTTP side: what it does is small beside what the engine does.
+const THREADS: usize = 2;
+
+/// Every key must be there: `manylora/cli/serve.py` has the defaults.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub(crate) struct Settings {
+    host: String,
+    port: u16,
+    served_model_names: Vec<String>,
+    model_root: String,
+    api_keys: Vec<String>,
+    admin_api_key: Option<String>,
+    allow_runtime_lora_updating: bool,
+    lora_root: Option<PathBuf>,
+    use_generation_config: bool,
+    trust_request_chat_template: bool,
+    max_body_bytes: usize,
+    max_pending: Option<usize>,
+    shutdown_timeout: f64,
+}
+
+impl From<Settings> for ServerConfig {
+    fn from(settings: Settings) -> Self {
+        Self {
+            host: settings.host,
+            port: settings.port,
+            served_model_names: settings.served_model_names,
+            model_root: settings.model_root,
+            api_keys: settings.api_keys,
+            admin_api_key: settings.admin_api_key,
+            allow_runtime_lora_updating: settings.allow_runtime_lora_updating,
+            lora_root: settings.lora_root,
+            use_generation_config: settings.use_generation_config,
+            trust_request_chat_template: settings.trust_request_chat_template,
+            max_body_bytes: settings.max_body_bytes,
+            max_pending: settings.max_pending,
+            shutdown_timeout: Duration::try_from_secs_f64(settings.shutdown_timeout).unwrap_or(Duration::MAX),
+        }
+    }
+}
+
+fn failed(py: Python<'_>, error: &ServerError) -> PyErr {
+    match error {
+        ServerError::InvalidSetting(message) => to_python(py, &EngineError::InvalidArgument(message.clone())),
+        ServerError::Bind { .. } | ServerError::Io { .. } => PyOSError::new_err(error.to_string()),
+    }
+}
+
+/// Serves an engine until SIGINT or SIGTERM comes; what runs then is finished, unless a second one comes. Once it listens,
+/// `ready(host, port, notes)` is called.
+#[pyfunction]
+pub(crate) fn serve(py: Python<'_>, engine: &Engine, settings: Settings, ready: Py<PyAny>) -> PyResult<()> {
+    let handle = engine.handle();
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(THREADS)
+        .thread_name("manylora-http")
+        .enable_all()
+        .build()?;
+    let served = py.detach(|| {
+        runtime.block_on(async {
+            let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+            let server = match Server::bind(handle, settings.into()).await {
+                Ok(server) => server,
+                Err(error) => return Ok(Err(error)),
+            };
+            let (address, notes) = (server.address(), server.notes());
+            Python::attach(|py| ready.call1(py, (address.ip().to_string(), address.port(), notes)))?;
+            let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+            let mut running = std::pin::pin!(server.run(async {
+                // An error means that whoever could say stop is gone.
+                let _ = stopped.await;
+            }));
+            let mut stop = Some(stop);
+            loop {
+                tokio::select! {
+                    () = &mut running => break,
+                    _ = interrupt.recv() => {}
+                    _ = terminate.recv() => {}
+                }
+                match stop.take() {
+                    Some(stop) => drop(stop.send(())),
+                    // Asked twice.
+                    None => break,
+                }
+            }
+            PyResult::Ok(Ok(()))
+        })
+    })?;
+    // Connections that are left end with their tasks.
+    runtime.shutdown_background();
+    served.map_err(|error| failed(py, &error))
+}
