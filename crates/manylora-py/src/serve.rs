@@ -5,7 +5,6 @@ use std::time::Duration;
 
 use manylora::EngineError;
 use manylora_server::{Server, ServerConfig, ServerError};
-use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -55,10 +54,7 @@ impl From<Settings> for ServerConfig {
 }
 
 fn failed(py: Python<'_>, error: &ServerError) -> PyErr {
-    match error {
-        ServerError::InvalidSetting(message) => to_python(py, &EngineError::InvalidArgument(message.clone())),
-        ServerError::Bind { .. } | ServerError::Io { .. } => PyOSError::new_err(error.to_string()),
-    }
+    to_python(py, &EngineError::InvalidArgument(error.to_string()))
 }
 
 /// Serves an engine until SIGINT or SIGTERM comes; what runs then is finished, unless a second one comes. Once it listens,

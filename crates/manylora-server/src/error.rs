@@ -116,11 +116,14 @@ impl From<EngineError> for ApiError {
         let message = error.to_string();
         match error {
             EngineError::UnknownAdapter { .. } => Self::not_found(message).about("model"),
-            EngineError::AdapterRefused(refusal) => match refusal.kind {
-                RefusalKind::NotFound => Self::not_found(message),
-                RefusalKind::Forbidden => Self::forbidden(message),
-                RefusalKind::Invalid => Self::bad_request(message),
-            },
+            EngineError::AdapterRefused(refusal) => {
+                let error = match refusal.kind {
+                    RefusalKind::NotFound => Self::not_found(message),
+                    RefusalKind::Forbidden => Self::forbidden(message),
+                    RefusalKind::Invalid => Self::bad_request(message),
+                };
+                Self { param: refusal.keys.first().cloned(), ..error }
+            }
             EngineError::AdapterConflict { .. } | EngineError::AdapterOperation { .. } => {
                 Self::invalid_user_input(message)
             }
