@@ -103,8 +103,8 @@ StartServer = Callable[..., Server]
 
 def _flags(*flags: str, base: str = "llama") -> list[str]:
     return [
-        str(ORACLE / base / "base"), "--device", "cpu", "--dtype", "float32", "--port", "0", "--served-model-name", "base",
-        "--max-lora-rank", "64", "--kv-cache-memory-bytes", str(32 << 20), *flags,
+        str(ORACLE / base / "base"), "--device", "cpu", "--dtype", "float32", "--port", "0",
+        "--served-model-name", "base", "--max-lora-rank", "64", "--kv-cache-memory-bytes", str(32 << 20), *flags,
     ]  # fmt: skip
 
 

@@ -117,7 +117,9 @@ def test_slow_and_broken_clients_hold_nobody_up(server: Server) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     stuck = [socket.create_connection((host, int(port))) for _ in range(50)]
     for number, connection in enumerate(stuck):
-        connection.sendall((b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n", b"\x00\xff garbage\r\n\r\n", b"")[number % 3])
+        connection.sendall(
+            (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n", b"\x00\xff garbage\r\n\r\n", b"")[number % 3]
+        )
     assert server.complete().status_code == 200
     for connection in stuck:
         connection.close()
@@ -127,7 +129,8 @@ def test_slow_and_broken_clients_hold_nobody_up(server: Server) -> None:
 def test_one_disconnect_frees_its_rows(server: Server) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     body = b'{"model": "alpha", "prompt": [5, 6], "max_tokens": 480, "ignore_eos": true, "stream": true}'
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
     connection = socket.create_connection((host, int(port)))
     connection.sendall(head.encode() + body)
     assert b"200 OK" in connection.recv(1000)
@@ -141,7 +144,9 @@ def test_one_disconnect_frees_its_rows(server: Server) -> None:
 def test_too_many_are_sent_away_for_a_moment(start_server: StartServer) -> None:
     server = start_server("--max-pending", "2")
     with server.client.stream(
-        "POST", "/v1/completions", json={"prompt": PROMPT, "max_tokens": 500, "ignore_eos": True, "stream": True, "n": 2, "seed": 1}
+        "POST",
+        "/v1/completions",
+        json={"prompt": PROMPT, "max_tokens": 500, "ignore_eos": True, "stream": True, "n": 2, "temperature": 1},
     ) as running:
         assert running.status_code == 200, running.read()
         answer = server.complete()

@@ -74,7 +74,13 @@ def test_a_45_models_are_listed_with_their_lineage(server: Server) -> None:
 def test_a_57_a_stream_adds_up_to_the_answer(server: Server, model: str, chat: bool) -> None:
     path = "/v1/chat/completions" if chat else "/v1/completions"
     prompt: dict[str, Any] = {"messages": MESSAGES} if chat else {"prompt": PROMPT}
-    body = {"model": model, "max_tokens": 24, "temperature": 0, "ignore_eos": True, "logprobs": True if chat else 1} | prompt
+    body = {
+        "model": model,
+        "max_tokens": 24,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": True if chat else 1,
+    } | prompt
     whole = server.post(path, body).json()
     streamed = server.post(path, body | {"stream": True, "stream_options": {"include_usage": True}})
     assert streamed.headers["content-type"].startswith("text/event-stream")
@@ -98,7 +104,14 @@ def test_a_57_a_stream_adds_up_to_the_answer(server: Server, model: str, chat: b
 
 
 def test_several_prompts_and_samples_have_their_own_numbers(server: Server) -> None:
-    body = {"prompt": ["one", "two", "three"], "n": 2, "temperature": 0.9, "seed": 3, "max_tokens": 5, "ignore_eos": True}
+    body = {
+        "prompt": ["one", "two", "three"],
+        "n": 2,
+        "temperature": 0.9,
+        "seed": 3,
+        "max_tokens": 5,
+        "ignore_eos": True,
+    }
     answer = server.complete("alpha", **body).json()
     assert [choice["index"] for choice in answer["choices"]] == list(range(6))
     assert answer["usage"]["completion_tokens"] == 30
@@ -192,7 +205,14 @@ def test_prompt_logprobs_have_records_by_token(server: Server) -> None:
 
 
 def test_chat_logprobs_have_bytes_and_ranked_company(server: Server) -> None:
-    body = {"model": "alpha", "messages": MESSAGES, "max_tokens": 6, "logprobs": True, "top_logprobs": 3, "temperature": 0}
+    body = {
+        "model": "alpha",
+        "messages": MESSAGES,
+        "max_tokens": 6,
+        "logprobs": True,
+        "top_logprobs": 3,
+        "temperature": 0,
+    }
     content = server.post("/v1/chat/completions", body).json()["choices"][0]["logprobs"]["content"]
     for one in content:
         assert len(one["top_logprobs"]) == 3

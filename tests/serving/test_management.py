@@ -104,12 +104,19 @@ def test_a_48_management_is_off_by_default(server: Server) -> None:
 
 
 @pytest.mark.parametrize("flags", [("--admin-api-key", "secret"), ("--api-key", "user"), ("--host", "0.0.0.0")])
-def test_a_48_no_route_changes_anything_without_the_admin_key(start_server: StartServer, flags: tuple[str, str]) -> None:
+def test_a_48_no_route_changes_anything_without_the_admin_key(
+    start_server: StartServer, flags: tuple[str, str]
+) -> None:
     server = start_server(*flags, **ON)
     server.client.base_url = server.url.replace("0.0.0.0", "127.0.0.1")
     body = {"lora_name": "alpha", "lora_path": "alpha"}
     for route in ROUTES:
-        for headers in ({}, {"Authorization": "Bearer user"}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+        for headers in (
+            {},
+            {"Authorization": "Bearer user"},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": "secret"},
+        ):
             answer = server.post(route, body, **headers)
             assert answer.status_code == 401, (route, headers)
             assert "Authorization" in answer.json()["error"]["message"]
@@ -243,7 +250,9 @@ def test_a_51_unload_drains_aborts_and_gives_up_waiting(managed: Server) -> None
 
 def test_a_24_many_loads_at_once_are_one(managed: Server) -> None:
     answers: list[int] = []
-    threads = [threading.Thread(target=lambda: answers.append(managed.load("x", "alpha").status_code)) for _ in range(30)]
+    threads = [
+        threading.Thread(target=lambda: answers.append(managed.load("x", "alpha").status_code)) for _ in range(30)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -60,6 +60,7 @@ fn failed(py: Python<'_>, error: &ServerError) -> PyErr {
 /// Serves an engine until SIGINT or SIGTERM comes; what runs then is finished, unless a second one comes. Once it listens,
 /// `ready(host, port, notes)` is called.
 #[pyfunction]
+#[expect(clippy::needless_pass_by_value, reason = "what Python hands over is owned")]
 pub(crate) fn serve(py: Python<'_>, engine: &Engine, settings: Settings, ready: Py<PyAny>) -> PyResult<()> {
     let handle = engine.handle();
     let runtime = tokio::runtime::Builder::new_multi_thread()

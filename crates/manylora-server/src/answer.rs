@@ -38,6 +38,32 @@ impl Usage {
     }
 }
 
+/// The field `usage` of an answer or of an event.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum ToldUsage {
+    /// Not there.
+    Absent,
+    /// null: it comes in the last event.
+    Later,
+    /// The tokens so far.
+    Now(Usage),
+}
+
+impl ToldUsage {
+    pub(crate) const fn is_absent(&self) -> bool {
+        matches!(self, Self::Absent)
+    }
+}
+
+impl Serialize for ToldUsage {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Now(usage) => usage.serialize(serializer),
+            Self::Absent | Self::Later => serializer.serialize_none(),
+        }
+    }
+}
+
 /// A JSON answer.
 pub(crate) fn json(value: &impl Serialize) -> Response {
     let text = serde_json::to_string(value).unwrap_or_else(|error| format!("{{\"error\": \"{error}\"}}"));

@@ -223,7 +223,7 @@ mod tests {
     fn a_key_is_made_where_the_rule_does_not_hold() {
         for configure in
             [(|config: &mut ServerConfig| config.host = "0.0.0.0".to_owned()) as fn(&mut ServerConfig), |config| {
-                config.api_keys = vec!["user".to_owned()]
+                config.api_keys = vec!["user".to_owned()];
             }]
         {
             let keys = keys(configure);

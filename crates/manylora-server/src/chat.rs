@@ -11,7 +11,7 @@ use manylora::{Delta, GenerateRequest, Prompt, SamplingParams};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-use crate::answer::{self, Usage};
+use crate::answer::{self, ToldUsage, Usage};
 use crate::app::{App, unix_time};
 use crate::body;
 use crate::completions::{cache_salt, stop_reason};
@@ -152,7 +152,7 @@ pub(crate) async fn create(State(app): State<Arc<App>>, headers: HeaderMap, body
     let mut fields = body::read(&headers, body, app.config.max_body_bytes).await?;
     let asked = read(&app, &mut fields)?;
     let (add_special_tokens, samples) = (asked.conversation.add_special_tokens, asked.params.n);
-    let echoed = asked.echo.then(|| last_content(&asked.conversation.messages)).unwrap_or_default();
+    let echoed = if asked.echo { last_content(&asked.conversation.messages) } else { String::new() };
     let text = asked.conversation.render(&app).await?;
     let prompt_logprobs = asked.params.prompt_logprobs.is_some();
     let request = GenerateRequest {
@@ -220,8 +220,8 @@ struct Chat<'a> {
     created: u64,
     model: &'a str,
     choices: Vec<Choice>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    usage: Option<Option<Usage>>,
+    #[serde(skip_serializing_if = "ToldUsage::is_absent")]
+    usage: ToldUsage,
     #[serde(skip_serializing_if = "Option::is_none")]
     prompt_logprobs: Option<Value>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -266,7 +266,7 @@ impl Maker {
         Usage::new(self.prompt.len(), self.tokens.iter().sum(), self.cached)
     }
 
-    fn told(&self, object: &'static str, choices: Vec<Choice>, usage: Option<Option<Usage>>) -> Chat<'_> {
+    fn told(&self, object: &'static str, choices: Vec<Choice>, usage: ToldUsage) -> Chat<'_> {
         Chat {
             id: &self.id,
             object,
@@ -289,7 +289,7 @@ impl Maker {
                 self.choice(delta, text, true)
             })
             .collect();
-        let mut chat = self.told("chat.completion", choices, Some(Some(self.usage())));
+        let mut chat = self.told("chat.completion", choices, ToldUsage::Now(self.usage()));
         chat.prompt_logprobs =
             self.prompt_logprobs.then(|| known.map_or(Value::Null, |known| logprobs::of_prompt(&known, &self.speller)));
         chat.prompt_token_ids = self.token_ids.then_some(&self.prompt);
@@ -300,16 +300,6 @@ impl Maker {
 struct StreamWriter {
     maker: Maker,
     options: StreamOptions,
-}
-
-impl StreamWriter {
-    fn usage(&self) -> Option<Option<Usage>> {
-        match self.options {
-            StreamOptions { continuous_usage: true, .. } => Some(Some(self.maker.usage())),
-            StreamOptions { include_usage: true, .. } => Some(None),
-            StreamOptions { .. } => None,
-        }
-    }
 }
 
 const CHUNK: &str = "chat.completion.chunk";
@@ -327,7 +317,7 @@ impl Writer for StreamWriter {
                 stop_reason: Value::Null,
                 token_ids: None,
             };
-            let mut chat = self.maker.told(CHUNK, vec![choice], self.usage());
+            let mut chat = self.maker.told(CHUNK, vec![choice], self.options.usage(|| self.maker.usage()));
             chat.prompt_token_ids = (self.maker.token_ids && index == 0).then_some(&self.maker.prompt);
             events.push(&chat);
         }
@@ -341,12 +331,12 @@ impl Writer for StreamWriter {
             // Half a character: it comes with its other half.
             return;
         }
-        events.push(&self.maker.told(CHUNK, vec![choice], self.usage()));
+        events.push(&self.maker.told(CHUNK, vec![choice], self.options.usage(|| self.maker.usage())));
     }
 
     fn end(&mut self, events: &mut Events) {
         if self.options.include_usage {
-            events.push(&self.maker.told(CHUNK, Vec::new(), Some(Some(self.maker.usage()))));
+            events.push(&self.maker.told(CHUNK, Vec::new(), ToldUsage::Now(self.maker.usage())));
         }
     }
 }

@@ -10,7 +10,7 @@ use manylora::{Delta, GenerateRequest, Prompt, SamplingParams, StopReason};
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::answer::{self, Usage};
+use crate::answer::{self, ToldUsage, Usage};
 use crate::app::{App, unix_time};
 use crate::body;
 use crate::error::ApiError;
@@ -76,8 +76,8 @@ struct Completion<'a> {
     created: u64,
     model: &'a str,
     choices: Vec<Choice>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    usage: Option<Option<Usage>>,
+    #[serde(skip_serializing_if = "ToldUsage::is_absent")]
+    usage: ToldUsage,
 }
 
 /// What made a sample stop, as vLLM tells it.
@@ -301,7 +301,7 @@ impl Maker {
         Usage::new(prompts, self.progress.iter().map(|it| it.tokens).sum(), self.cached.iter().sum())
     }
 
-    fn told(&self, choices: Vec<Choice>, usage: Option<Option<Usage>>) -> Completion<'_> {
+    fn told(&self, choices: Vec<Choice>, usage: ToldUsage) -> Completion<'_> {
         Completion {
             id: &self.id,
             object: "text_completion",
@@ -317,7 +317,7 @@ impl Maker {
         let numbered = all.into_iter().enumerate();
         let deltas = numbered.flat_map(|(prompt, samples)| samples.into_iter().map(move |delta| (prompt, delta)));
         let choices = deltas.map(|(prompt, delta)| self.choice(prompt, delta)).collect();
-        Ok(answer::json(&self.told(choices, Some(Some(self.usage())))))
+        Ok(answer::json(&self.told(choices, ToldUsage::Now(self.usage()))))
     }
 }
 
@@ -336,17 +336,13 @@ impl Writer for StreamWriter {
             // Half a character: it comes with its other half.
             return;
         }
-        let usage = match self.options {
-            StreamOptions { continuous_usage: true, .. } => Some(Some(self.maker.usage())),
-            StreamOptions { include_usage: true, .. } => Some(None),
-            StreamOptions { .. } => None,
-        };
+        let usage = self.options.usage(|| self.maker.usage());
         events.push(&self.maker.told(vec![choice], usage));
     }
 
     fn end(&mut self, events: &mut Events) {
         if self.options.include_usage {
-            events.push(&self.maker.told(Vec::new(), Some(Some(self.maker.usage()))));
+            events.push(&self.maker.told(Vec::new(), ToldUsage::Now(self.maker.usage())));
         }
     }
 }

@@ -8,6 +8,7 @@ use futures_util::stream::unfold;
 use manylora::Delta;
 use serde::Serialize;
 
+use crate::answer::{ToldUsage, Usage};
 use crate::app::Answering;
 use crate::error::ApiError;
 use crate::generation::Generation;
@@ -113,6 +114,15 @@ pub(crate) struct StreamOptions {
 }
 
 impl StreamOptions {
+    /// What an event says of the usage so far.
+    pub(crate) fn usage(self, usage: impl FnOnce() -> Usage) -> ToldUsage {
+        match self {
+            Self { continuous_usage: true, .. } => ToldUsage::Now(usage()),
+            Self { include_usage: true, .. } => ToldUsage::Later,
+            Self { .. } => ToldUsage::Absent,
+        }
+    }
+
     /// Reads `stream` and `stream_options`: None = no stream.
     pub(crate) fn read(fields: &mut crate::fields::Fields) -> Result<Option<Self>, ApiError> {
         let stream = fields.flag("stream")?.unwrap_or(false);

@@ -25,13 +25,12 @@ pub(crate) async fn tokenize(
     let mut fields = body::read(&headers, body, app.config.max_body_bytes).await?;
     target::read(&app, &mut fields)?;
     let spelled = fields.flag("return_token_strs")?.unwrap_or(false);
-    let (text, add_special_tokens) = match fields.text("prompt")? {
-        Some(text) => (text, fields.flag("add_special_tokens")?.unwrap_or(true)),
-        None => {
-            let conversation = Conversation::read(&app, &mut fields)?;
-            let add_special_tokens = conversation.add_special_tokens;
-            (conversation.render(&app).await?, add_special_tokens)
-        }
+    let (text, add_special_tokens) = if let Some(text) = fields.text("prompt")? {
+        (text, fields.flag("add_special_tokens")?.unwrap_or(true))
+    } else {
+        let conversation = Conversation::read(&app, &mut fields)?;
+        let add_special_tokens = conversation.add_special_tokens;
+        (conversation.render(&app).await?, add_special_tokens)
     };
     let (tokens, spellings) = app
         .blocking(move |app| {

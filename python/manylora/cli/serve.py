@@ -68,7 +68,11 @@ def add_parser(commands: Any) -> None:
         help="sequences that may wait and run before requests are answered 503; 0 = no limit (default: 4096)",
     )
     server.add_argument(
-        "--max-body-bytes", type=_count, default=32 << 20, metavar="N", help="largest body of a request (default: 32 MiB)"
+        "--max-body-bytes",
+        type=_count,
+        default=32 << 20,
+        metavar="N",
+        help="largest body of a request (default: 32 MiB)",
     )
     server.add_argument(
         "--shutdown-timeout",
@@ -107,15 +111,14 @@ def _add_engine_argument(group: Any, argument: Argument) -> None:
     """Add an argument of the engine under its name; what has no effect or is refused says so when it is given."""
     flag = "--" + argument.name.replace("_", "-")
     shown = argument.note if argument.treatment is Treatment.HONOURED else argparse.SUPPRESS
-    if argument.kind is Kind.SWITCH and argument.treatment is Treatment.HONOURED or isinstance(argument.default, bool):
+    is_switch = argument.kind is Kind.SWITCH and argument.treatment is Treatment.HONOURED
+    if is_switch or isinstance(argument.default, bool):
         group.add_argument(
             flag, dest=argument.name, action=argparse.BooleanOptionalAction, default=None, help=_escaped(shown)
         )
         return
     metavar = None if argument.choices else argument.name.upper()
-    group.add_argument(
-        flag, dest=argument.name, type=_value, default=None, metavar=metavar, help=_escaped(shown)
-    )
+    group.add_argument(flag, dest=argument.name, type=_value, default=None, metavar=metavar, help=_escaped(shown))
 
 
 def _escaped(text: str) -> str:
@@ -193,7 +196,9 @@ def run(arguments: argparse.Namespace) -> int:
     if model is None:
         arguments.parser.error("give the base: manylora serve MODEL")
     modules = _modules(arguments)
-    allow = arguments.allow_runtime_lora_updating or (_from_environment("ALLOW_RUNTIME_LORA_UPDATING") or "").lower() in (
+    allow = arguments.allow_runtime_lora_updating or (
+        _from_environment("ALLOW_RUNTIME_LORA_UPDATING") or ""
+    ).lower() in (
         "1",
         "true",
     )
