@@ -9,6 +9,7 @@ __all__ = [
     "Delta",
     "Engine",
     "Info",
+    "Port",
     "Stream",
     "__version__",
     "check_sampling_params",
@@ -17,7 +18,12 @@ __all__ = [
 __version__: str
 
 def check_sampling_params(params: Any) -> tuple[float, list[str]]: ...
-def serve(engine: Engine, settings: dict[str, Any], ready: Callable[[str, int, list[str]], object]) -> None: ...
+def serve(
+    engine: Engine, port: Port, settings: dict[str, Any], ready: Callable[[str, int, list[str]], object]
+) -> None: ...
+@final
+class Port:
+    def __new__(cls, host: str, port: int) -> Port: ...
 
 @final
 class Engine:

@@ -23,7 +23,7 @@ mod _core {
     #[pymodule_export]
     use super::request::check_sampling_params;
     #[pymodule_export]
-    use super::serve::serve;
+    use super::serve::{Port, serve};
 
     use pyo3::prelude::*;
 

@@ -1,10 +1,12 @@
 //! Serving over HTTP: runs until the process is told to stop.
 
+use std::net::TcpListener;
 use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use manylora::EngineError;
-use manylora_server::{Server, ServerConfig, ServerError};
+use manylora_server::{Server, ServerConfig, ServerError, bind};
 use pyo3::prelude::*;
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -13,6 +15,19 @@ use crate::errors::to_python;
 
 /// Threads of the HTTP side: what it does is small beside what the engine does.
 const THREADS: usize = 2;
+
+/// A port that is bound, on which nobody answers yet.
+#[pyclass(frozen, module = "manylora._core")]
+pub(crate) struct Port(Mutex<Option<TcpListener>>);
+
+#[pymethods]
+impl Port {
+    #[new]
+    fn new(py: Python<'_>, host: &str, port: u16) -> PyResult<Self> {
+        let bound = py.detach(|| bind(host, port));
+        bound.map(|listener| Self(Mutex::new(Some(listener)))).map_err(|error| failed(py, &error))
+    }
+}
 
 /// Every key must be there: `manylora/cli/serve.py` has the defaults.
 #[derive(FromPyObject)]
@@ -57,11 +72,22 @@ fn failed(py: Python<'_>, error: &ServerError) -> PyErr {
     to_python(py, &EngineError::InvalidArgument(error.to_string()))
 }
 
-/// Serves an engine until SIGINT or SIGTERM comes; what runs then is finished, unless a second one comes. Once it listens,
+/// Serves an engine on a port until SIGINT or SIGTERM comes; what runs then is finished, unless a second one comes. Once it listens,
 /// `ready(host, port, notes)` is called.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "what Python hands over is owned")]
-pub(crate) fn serve(py: Python<'_>, engine: &Engine, settings: Settings, ready: Py<PyAny>) -> PyResult<()> {
+pub(crate) fn serve(
+    py: Python<'_>,
+    engine: &Engine,
+    port: &Port,
+    settings: Settings,
+    ready: Py<PyAny>,
+) -> PyResult<()> {
+    let listener = port.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+    let Some(listener) = listener else {
+        let message = "this port was served on already; bind another one".to_owned();
+        return Err(to_python(py, &EngineError::InvalidArgument(message)));
+    };
     let handle = engine.handle();
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(THREADS)
@@ -71,7 +97,7 @@ pub(crate) fn serve(py: Python<'_>, engine: &Engine, settings: Settings, ready: 
     let served = py.detach(|| {
         runtime.block_on(async {
             let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
-            let server = match Server::bind(handle, settings.into()).await {
+            let server = match Server::on(listener, handle, settings.into()) {
                 Ok(server) => server,
                 Err(error) => return Ok(Err(error)),
             };

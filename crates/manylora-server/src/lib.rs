@@ -32,5 +32,5 @@ mod tokens;
 
 pub use config::ServerConfig;
 pub use error::ServerError;
-pub use listener::Server;
+pub use listener::{Server, bind};
 pub use routes::router;

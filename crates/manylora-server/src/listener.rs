@@ -36,15 +36,26 @@ pub struct Server {
 impl Server {
     /// Binds the port. Requests are answered once [`Self::run`] runs.
     pub async fn bind(engine: EngineHandle, config: ServerConfig) -> Result<Self, ServerError> {
+        let (host, port) = (config.host.clone(), config.port);
+        let bound = tokio::task::spawn_blocking(move || bind(&host, port)).await;
+        let listener = bound.map_err(|error| ServerError::Io { what: "binding a port", source: error.into() })??;
+        Self::on(listener, engine, config)
+    }
+
+    /// A server on a port that is bound already. Call it where a tokio runtime is at hand.
+    pub fn on(
+        listener: std::net::TcpListener,
+        engine: EngineHandle,
+        config: ServerConfig,
+    ) -> Result<Self, ServerError> {
         let app = App::new(engine, config)?;
-        let host = app.config.host.trim_start_matches('[').trim_end_matches(']').to_owned();
-        let address = format!("{}:{}", app.config.host, app.config.port);
-        let bound = async {
-            let listener = TcpListener::bind((host.as_str(), app.config.port)).await?;
-            let local = listener.local_addr()?;
-            Ok((listener, local))
+        let prepared = || {
+            listener.set_nonblocking(true)?;
+            let address = listener.local_addr()?;
+            Ok((TcpListener::from_std(listener)?, address))
         };
-        let (listener, address) = bound.await.map_err(|source| ServerError::Bind { address, source })?;
+        let (listener, address) =
+            prepared().map_err(|source| ServerError::Io { what: "preparing the port", source })?;
         Ok(Self { app, listener, address })
     }
 
@@ -114,6 +125,13 @@ impl Server {
             tracing::warn!("requests that still ran after {} s were ended", timeout.as_secs_f64());
         }
     }
+}
+
+/// Binds a port, before anything that takes long: port 0 is any free one.
+pub fn bind(host: &str, port: u16) -> Result<std::net::TcpListener, ServerError> {
+    let plain = host.trim_start_matches('[').trim_end_matches(']');
+    std::net::TcpListener::bind((plain, port))
+        .map_err(|source| ServerError::Bind { address: format!("{host}:{port}"), source })
 }
 
 /// Serves one connection on a task of its own.

@@ -223,6 +223,8 @@ def run(arguments: argparse.Namespace) -> int:
         "max_pending": arguments.max_pending or None,
         "shutdown_timeout": arguments.shutdown_timeout,
     }
+    # Before the model is loaded, which takes longer than finding out that the port is taken.
+    port = _core.Port(arguments.host, arguments.port)
     with LLM(
         model=model,
         served_model_name=arguments.served_model_name or None,
@@ -233,7 +235,7 @@ def run(arguments: argparse.Namespace) -> int:
         _register(llm, modules, settings["served_model_names"])
         # The server handles them from here on; Python's own handler would raise beside it.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        _core.serve(llm._core, settings, _ready)
+        _core.serve(llm._core, port, settings, _ready)
     return 0
 
 
