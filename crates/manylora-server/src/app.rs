@@ -9,6 +9,7 @@ use manylora::{EngineError, EngineHandle};
 use crate::auth::Keys;
 use crate::config::ServerConfig;
 use crate::error::{ApiError, ServerError};
+use crate::resolver::Resolver;
 use crate::roots::LoraRoot;
 
 /// State of a server.
@@ -19,6 +20,8 @@ pub(crate) struct App {
     pub(crate) names: Vec<String>,
     pub(crate) keys: Keys,
     pub(crate) lora_root: LoraRoot,
+    /// Finds adapters at first use.
+    pub(crate) resolver: Option<Resolver>,
     /// Unix time.
     pub(crate) started: u64,
     /// Sequences that wait or run.
@@ -51,7 +54,9 @@ impl App {
             )));
         }
         let (keys, lora_root) = (Keys::new(&config)?, LoraRoot::new(&config)?);
+        let resolver = config.lora_resolve_root.as_deref().map(Resolver::new).transpose()?;
         Ok(Arc::new(Self {
+            resolver,
             engine,
             config,
             names,

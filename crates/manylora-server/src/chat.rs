@@ -150,6 +150,7 @@ fn refuse_tools(fields: &mut Fields) -> Result<(), ApiError> {
 pub(crate) async fn create(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Result<Response, ApiError> {
     let answering = app.answering();
     let mut fields = body::read(&headers, body, app.config.max_body_bytes).await?;
+    target::resolve(&app, &fields).await?;
     let asked = read(&app, &mut fields)?;
     let (add_special_tokens, samples) = (asked.conversation.add_special_tokens, asked.params.n);
     let echoed = if asked.echo { last_content(&asked.conversation.messages) } else { String::new() };

@@ -183,6 +183,7 @@ fn read(app: &App, fields: &mut Fields) -> Result<Asked, ApiError> {
 pub(crate) async fn create(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Result<Response, ApiError> {
     let answering = app.answering();
     let mut fields = body::read(&headers, body, app.config.max_body_bytes).await?;
+    target::resolve(&app, &fields).await?;
     let Asked { target, prompts, params, echo, logprobs, stream, shape, cache_salt, priority } =
         read(&app, &mut fields)?;
     let samples = params.n;

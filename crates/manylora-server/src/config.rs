@@ -24,6 +24,8 @@ pub struct ServerConfig {
     /// Folder that adapters loaded over HTTP must lie in, after links are followed; None = the one that the server was started
     /// in.
     pub lora_root: Option<PathBuf>,
+    /// Folder in which adapters are looked for by name when a request first names them; None = nowhere.
+    pub lora_resolve_root: Option<PathBuf>,
     /// Whether sampling defaults come from the model's `generation_config.json`.
     pub use_generation_config: bool,
     /// Whether requests may bring a chat template of their own.
@@ -47,6 +49,7 @@ impl Default for ServerConfig {
             admin_api_key: None,
             allow_runtime_lora_updating: false,
             lora_root: None,
+            lora_resolve_root: None,
             use_generation_config: true,
             trust_request_chat_template: false,
             max_body_bytes: 32 << 20,

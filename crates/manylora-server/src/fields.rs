@@ -41,6 +41,11 @@ impl Fields {
         Self { map }
     }
 
+    /// A value that stays.
+    pub(crate) fn peek(&self, name: &str) -> Option<&Value> {
+        self.map.get(name)
+    }
+
     /// The value as it is; None where it is absent or null.
     pub(crate) fn value(&mut self, name: &str) -> Option<Value> {
         self.map.shift_remove(name).filter(|value| !value.is_null())

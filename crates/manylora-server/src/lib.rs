@@ -4,7 +4,7 @@
 //! until it is told to stop, draining what runs. Names, shapes and messages are those of OpenAI's API as vLLM extends it.
 //!
 //! Reading order: [`config`]; `app` (what all routes share) and `routes`; then the way of a request: `body` and `fields` (JSON in,
-//! with errors that name the place), `sampling` (fields to sampling parameters), `target` (model name to adapters),
+//! with errors that name the place), `sampling` (fields to sampling parameters), `target` (model name to adapters), `resolver` (adapters found at first use),
 //! `completions` and `chat`, `generation` (the engine's streams), `events` (server-sent events), `logprobs`. `adapters` loads,
 //! unloads and pins, behind `auth`; `error` is the one place where errors become answers; `listener` has the connections.
 
@@ -23,6 +23,7 @@ mod generation;
 mod listener;
 mod logprobs;
 mod models;
+mod resolver;
 mod roots;
 mod routes;
 mod sampling;

@@ -1,5 +1,7 @@
 //! From `model` and its relatives to adapters: names are opaque, and a name that nobody has is an error, never the base.
 
+use std::sync::Arc;
+
 use manylora::AdapterSelection;
 use serde_json::Value;
 
@@ -20,6 +22,25 @@ pub(crate) struct Target {
 pub(crate) fn unknown(app: &App, name: &str) -> ApiError {
     let aliases = app.names.join(", ");
     ApiError::not_found(format!("The model `{name}` does not exist. Valid aliases: {aliases}.")).about("model")
+}
+
+/// Looks for the adapters that a request names and nobody knows yet, where such are served at first use.
+pub(crate) async fn resolve(app: &Arc<App>, fields: &Fields) -> Result<(), ApiError> {
+    if app.resolver.is_none() {
+        return Ok(());
+    }
+    for field in ["model", "adapter_id", "lora_path", "lora_name"] {
+        let Some(name) = fields.peek(field).and_then(Value::as_str).filter(|name| find(app, name).is_none()) else {
+            continue;
+        };
+        let (app, name) = (Arc::clone(app), name.to_owned());
+        let looked = tokio::task::spawn_blocking(move || match &app.resolver {
+            Some(resolver) => resolver.resolve(&app.engine, &name),
+            None => Ok(()),
+        });
+        looked.await.map_err(|_| ApiError::internal("looking for an adapter failed; please report this"))??;
+    }
+    Ok(())
 }
 
 /// Reads `model`, `lora_scale`, and what other servers call the same.

@@ -23,6 +23,7 @@ pub(crate) async fn tokenize(
     body: Body,
 ) -> Result<Response, ApiError> {
     let mut fields = body::read(&headers, body, app.config.max_body_bytes).await?;
+    target::resolve(&app, &fields).await?;
     target::read(&app, &mut fields)?;
     let spelled = fields.flag("return_token_strs")?.unwrap_or(false);
     let (text, add_special_tokens) = if let Some(text) = fields.text("prompt")? {
@@ -53,6 +54,7 @@ pub(crate) async fn detokenize(
     body: Body,
 ) -> Result<Response, ApiError> {
     let mut fields = body::read(&headers, body, app.config.max_body_bytes).await?;
+    target::resolve(&app, &fields).await?;
     target::read(&app, &mut fields)?;
     let Some(tokens) = fields.tokens("tokens")? else {
         return Err(ApiError::bad_request("`tokens` is missing; give an array of token ids").about("tokens"));

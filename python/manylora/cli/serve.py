@@ -11,6 +11,7 @@ from typing import Any
 
 from manylora import _core
 from manylora.arguments import ARGUMENTS, Argument, Kind, Treatment
+from manylora.engine import read_manifest
 from manylora.exceptions import ManyLoRAError, ValidationError
 from manylora.llm import LLM
 
@@ -25,6 +26,7 @@ examples:
 environment:
   MANYLORA_ALLOW_RUNTIME_LORA_UPDATING   1 lets adapters be loaded and unloaded over HTTP (also under VLLM_'s name)
   MANYLORA_API_KEY                       the API key, where --api-key gives none (also under VLLM_'s name)
+  MANYLORA_LORA_RESOLVER_CACHE_DIR       the same as --lora-resolve-root (also under VLLM_'s name)
 """
 
 # Arguments of `LLM(...)` that mean something else to a server, or are its own.
@@ -99,6 +101,16 @@ def add_parser(commands: Any) -> None:
     )
     lora.add_argument(
         "--lora-root", metavar="FOLDER", help="where adapters loaded over HTTP must lie (default: the current folder)"
+    )
+    lora.add_argument(
+        "--lora-manifest",
+        metavar="FILE",
+        help="adapters to serve: a YAML or JSON list of {name, path}; none is read before a request names it",
+    )
+    lora.add_argument(
+        "--lora-resolve-root",
+        metavar="FOLDER",
+        help="serve any good adapter folder below this one by its relative path, found when a request first names it",
     )
     engine = parser.add_argument_group("engine")
     for argument in ARGUMENTS:
@@ -187,6 +199,10 @@ def _modules(arguments: argparse.Namespace) -> list[tuple[str, str]]:
             if module[0] in modules:
                 arguments.parser.error(f"argument --lora-modules: `{module[0]}` is given twice")
             modules[module[0]] = module[1]
+    for name, _, path in read_manifest(arguments.lora_manifest) if arguments.lora_manifest else ():
+        if name in modules:
+            raise ValidationError(f"adapter `{name}` is given twice, by --lora-modules or in the manifest")
+        modules[name] = path
     return list(modules.items())
 
 
@@ -207,6 +223,7 @@ def run(arguments: argparse.Namespace) -> int:
         for argument in ARGUMENTS
         if argument.name not in _ELSEWHERE and getattr(arguments, argument.name) is not None
     }
+    resolve_root = arguments.lora_resolve_root or _from_environment("LORA_RESOLVER_CACHE_DIR")
     environment_key = _from_environment("API_KEY")
     settings = {
         "host": arguments.host,
@@ -217,6 +234,7 @@ def run(arguments: argparse.Namespace) -> int:
         "admin_api_key": arguments.admin_api_key,
         "allow_runtime_lora_updating": allow,
         "lora_root": arguments.lora_root,
+        "lora_resolve_root": resolve_root,
         "use_generation_config": arguments.generation_config == "auto",
         "trust_request_chat_template": arguments.trust_request_chat_template,
         "max_body_bytes": arguments.max_body_bytes,
@@ -228,7 +246,7 @@ def run(arguments: argparse.Namespace) -> int:
     with LLM(
         model=model,
         served_model_name=arguments.served_model_name or None,
-        enable_lora=bool(arguments.enable_lora or modules or allow),
+        enable_lora=bool(arguments.enable_lora or modules or allow or arguments.lora_manifest or resolve_root),
         max_loras=arguments.max_loras,
         **engine,
     ) as llm:
