@@ -3,10 +3,28 @@
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-__all__ = ["AdapterRecord", "Array", "Delta", "Engine", "Info", "Stream", "__version__", "check_sampling_params"]
+__all__ = [
+    "AdapterRecord",
+    "Array",
+    "Delta",
+    "Engine",
+    "Info",
+    "Port",
+    "Stream",
+    "__version__",
+    "check_sampling_params",
+    "serve",
+]
 __version__: str
 
 def check_sampling_params(params: Any) -> tuple[float, list[str]]: ...
+def serve(
+    engine: Engine, port: Port, settings: dict[str, Any], ready: Callable[[str, int, list[str]], object]
+) -> None: ...
+
+@final
+class Port:
+    def __new__(cls, host: str, port: int) -> Port: ...
 
 @final
 class Engine:

@@ -11,6 +11,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from manylora import _core, hub
 from manylora.engine_args import Settings
 from manylora.exceptions import (
@@ -32,15 +34,20 @@ _LISTED = 20
 
 
 def read_manifest(path: str | os.PathLike[str]) -> list[tuple[str, int | None, str]]:
-    """Read a JSON list of adapters: objects with `name`, `path` and perhaps `id`. Relative paths are beside the file.
+    """Read a list of adapters, JSON or YAML: objects with `name`, `path` and perhaps `id`.
+
+    Relative paths are beside the file.
 
     Raises:
         ValidationError: the file cannot be read, or an entry has no name or path, or an id that is none.
 
     """
+    is_yaml = Path(path).suffix.lower() in (".yaml", ".yml")
     try:
-        entries = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        text = Path(path).read_text(encoding="utf-8")
+        # Thousands of entries take the parser in Python a second.
+        entries = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)) if is_yaml else json.loads(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValidationError(f"the manifest `{path}` cannot be read: {error}") from error
     if not isinstance(entries, list):
         raise ValidationError(f"the manifest `{path}` must hold a list of objects with `name` and `path`")

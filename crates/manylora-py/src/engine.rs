@@ -325,6 +325,11 @@ impl Engine {
 }
 
 impl Engine {
+    /// A handle to the engine.
+    pub(crate) fn handle(&self) -> manylora::EngineHandle {
+        self.handle.clone()
+    }
+
     fn load(&self, py: Python<'_>, source: AdapterSource, expected: Option<&str>) -> PyResult<AdapterRecord> {
         let expected = match expected {
             None => None,

@@ -7,6 +7,7 @@ mod engine;
 mod errors;
 mod output;
 mod request;
+mod serve;
 
 use pyo3::prelude::*;
 
@@ -21,6 +22,8 @@ mod _core {
     use super::output::{AdapterRecord, Delta, Info};
     #[pymodule_export]
     use super::request::check_sampling_params;
+    #[pymodule_export]
+    use super::serve::{Port, serve};
 
     use pyo3::prelude::*;
 

@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError, RwLock};
+use std::time::SystemTime;
 
 use manylora_core::{Digest, RegistrationId};
 use manylora_model::adapter::{LoadReport, MemoryTensor};
@@ -110,6 +111,8 @@ pub struct AdapterInfo {
     pub origin: AdapterOrigin,
     /// Its version: the digest of tensors and effective configuration; None until its tensors were read once.
     pub version: Option<Digest>,
+    /// When this content was put under its name.
+    pub created: SystemTime,
     /// Its load report; what only the tensors tell is missing until they were read.
     pub report: Arc<LoadReport>,
 }

@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use manylora_core::FinishReason;
+use manylora_core::{Digest, FinishReason};
 
 use crate::error::EngineError;
 use crate::sampler::TokenLogprobs;
@@ -109,6 +109,7 @@ const LONG: Duration = Duration::from_secs(3600);
 pub struct RequestStream {
     shared: Arc<Shared>,
     prompt_token_ids: Arc<Vec<u32>>,
+    adapter_versions: Vec<(String, Option<Digest>)>,
     on_drop: Option<Box<dyn FnOnce() + Send + Sync>>,
 }
 
@@ -122,11 +123,13 @@ impl std::fmt::Debug for RequestStream {
 pub(crate) fn channel(
     samples: usize,
     prompt_token_ids: Arc<Vec<u32>>,
+    adapter_versions: Vec<(String, Option<Digest>)>,
     on_drop: impl FnOnce() + Send + Sync + 'static,
 ) -> (StreamSender, RequestStream) {
     let shared =
         Arc::new(Shared { state: Mutex::new(State { open: samples, ..State::default() }), ..Shared::default() });
-    let stream = RequestStream { shared: Arc::clone(&shared), prompt_token_ids, on_drop: Some(Box::new(on_drop)) };
+    let on_drop: Option<Box<dyn FnOnce() + Send + Sync>> = Some(Box::new(on_drop));
+    let stream = RequestStream { shared: Arc::clone(&shared), prompt_token_ids, adapter_versions, on_drop };
     (StreamSender(shared), stream)
 }
 
@@ -134,6 +137,12 @@ impl RequestStream {
     /// The prompt as token ids.
     pub fn prompt_token_ids(&self) -> &[u32] {
         &self.prompt_token_ids
+    }
+
+    /// The adapters that it was submitted with, by name, and the versions that it is bound to: None for one whose tensors had
+    /// not been read then.
+    pub fn adapter_versions(&self) -> &[(String, Option<Digest>)] {
+        &self.adapter_versions
     }
 
     /// Waits for the next delta; None when all samples have finished.

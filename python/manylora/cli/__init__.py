@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from manylora._core import __version__
-from manylora.cli import demo
+from manylora.cli import demo, serve
 from manylora.exceptions import ManyLoRAError
 
 EXAMPLES = """\
@@ -16,6 +16,7 @@ examples:
   manylora demo                          one mixed batch of three adapters and the base on SmolLM2-135M
   manylora demo --model ~/smollm2.gguf   the same on a file that is there already
   manylora demo --max-tokens 64 --dtype float32 --threads 1
+  manylora serve BASE --lora-modules sql=./sql support=./support
 """
 
 
@@ -30,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"manylora {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     demo.add_parser(commands)
+    serve.add_parser(commands)
     parsed = parser.parse_args(arguments)
     if not hasattr(parsed, "run"):
         parser.print_help()

@@ -9,6 +9,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
+use std::time::SystemTime;
 
 use manylora_core::{AdapterSlot, ControlPlane, Digest, Event, LoadedAdapter, RegistrationId, Time, UnloadMode};
 use manylora_model::adapter::LoadReport;
@@ -297,6 +298,7 @@ impl Library {
             int_ids: shelved.source.int_id.into_iter().collect(),
             origin: shelved.source.origin.clone(),
             version: shelved.version,
+            created: SystemTime::now(),
             report: Arc::clone(&shelved.report),
         };
         let name = info.name.clone();

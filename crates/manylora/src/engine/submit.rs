@@ -175,7 +175,8 @@ fn queue(shared: &Arc<Shared>, request: Checked, streaming: bool) -> Result<Requ
         // A send error means that the engine is gone, and the request with it.
         move || drop(shared.send(Command::Abort(ids)))
     };
-    let (sender, stream) = channel(samples, Arc::clone(&request.prompt), abort);
+    let versions = request.holds.iter().map(|entry| (entry.info.name.clone(), entry.info.version)).collect();
+    let (sender, stream) = channel(samples, Arc::clone(&request.prompt), versions, abort);
     let sequences = ids
         .into_iter()
         .enumerate()

@@ -1,0 +1,132 @@
+//! Serving over HTTP: runs until the process is told to stop.
+
+use std::net::TcpListener;
+use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use manylora::EngineError;
+use manylora_server::{Server, ServerConfig, ServerError, bind};
+use pyo3::prelude::*;
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::engine::Engine;
+use crate::errors::to_python;
+
+/// Threads of the HTTP side: what it does is small beside what the engine does.
+const THREADS: usize = 2;
+
+/// A port that is bound, on which nobody answers yet.
+#[pyclass(frozen, module = "manylora._core")]
+pub(crate) struct Port(Mutex<Option<TcpListener>>);
+
+#[pymethods]
+impl Port {
+    #[new]
+    fn new(py: Python<'_>, host: &str, port: u16) -> PyResult<Self> {
+        let bound = py.detach(|| bind(host, port));
+        bound.map(|listener| Self(Mutex::new(Some(listener)))).map_err(|error| failed(py, &error))
+    }
+}
+
+/// Every key must be there: `manylora/cli/serve.py` has the defaults.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub(crate) struct Settings {
+    host: String,
+    port: u16,
+    served_model_names: Vec<String>,
+    model_root: String,
+    api_keys: Vec<String>,
+    admin_api_key: Option<String>,
+    allow_runtime_lora_updating: bool,
+    lora_root: Option<PathBuf>,
+    lora_resolve_root: Option<PathBuf>,
+    use_generation_config: bool,
+    trust_request_chat_template: bool,
+    max_body_bytes: usize,
+    max_pending: Option<usize>,
+    shutdown_timeout: f64,
+}
+
+impl From<Settings> for ServerConfig {
+    fn from(settings: Settings) -> Self {
+        Self {
+            host: settings.host,
+            port: settings.port,
+            served_model_names: settings.served_model_names,
+            model_root: settings.model_root,
+            api_keys: settings.api_keys,
+            admin_api_key: settings.admin_api_key,
+            allow_runtime_lora_updating: settings.allow_runtime_lora_updating,
+            lora_root: settings.lora_root,
+            lora_resolve_root: settings.lora_resolve_root,
+            use_generation_config: settings.use_generation_config,
+            trust_request_chat_template: settings.trust_request_chat_template,
+            max_body_bytes: settings.max_body_bytes,
+            max_pending: settings.max_pending,
+            shutdown_timeout: Duration::try_from_secs_f64(settings.shutdown_timeout).unwrap_or(Duration::MAX),
+        }
+    }
+}
+
+fn failed(py: Python<'_>, error: &ServerError) -> PyErr {
+    to_python(py, &EngineError::InvalidArgument(error.to_string()))
+}
+
+/// Serves an engine on a port until SIGINT or SIGTERM comes; what runs then is finished, unless a second one comes. Once it listens,
+/// `ready(host, port, notes)` is called.
+#[pyfunction]
+#[expect(clippy::needless_pass_by_value, reason = "what Python hands over is owned")]
+pub(crate) fn serve(
+    py: Python<'_>,
+    engine: &Engine,
+    port: &Port,
+    settings: Settings,
+    ready: Py<PyAny>,
+) -> PyResult<()> {
+    let listener = port.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+    let Some(listener) = listener else {
+        let message = "this port was served on already; bind another one".to_owned();
+        return Err(to_python(py, &EngineError::InvalidArgument(message)));
+    };
+    let handle = engine.handle();
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(THREADS)
+        .thread_name("manylora-http")
+        .enable_all()
+        .build()?;
+    let served = py.detach(|| {
+        runtime.block_on(async {
+            let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+            let server = match Server::on(listener, handle, settings.into()) {
+                Ok(server) => server,
+                Err(error) => return Ok(Err(error)),
+            };
+            let (address, notes) = (server.address(), server.notes());
+            Python::attach(|py| ready.call1(py, (address.ip().to_string(), address.port(), notes)))?;
+            let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+            let mut running = std::pin::pin!(server.run(async {
+                // An error means that whoever could say stop is gone.
+                let _ = stopped.await;
+            }));
+            let mut stop = Some(stop);
+            loop {
+                tokio::select! {
+                    () = &mut running => break,
+                    _ = interrupt.recv() => {}
+                    _ = terminate.recv() => {}
+                }
+                match stop.take() {
+                    Some(stop) => drop(stop.send(())),
+                    // Asked twice.
+                    None => break,
+                }
+            }
+            PyResult::Ok(Ok(()))
+        })
+    })?;
+    // Connections that are left end with their tasks.
+    runtime.shutdown_background();
+    served.map_err(|error| failed(py, &error))
+}

@@ -1,0 +1,162 @@
+//! Loading, replacing, unloading and pinning adapters over HTTP: vLLM's calls and answers, for whoever may manage.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::body::Body;
+use axum::extract::{ConnectInfo, FromRequestParts, State};
+use axum::http::HeaderMap;
+use axum::http::request::Parts;
+use axum::response::Response;
+use manylora::{AdapterSource, Digest, EngineError, UnloadMode};
+
+use crate::answer;
+use crate::app::App;
+use crate::body;
+use crate::error::ApiError;
+use crate::fields::Fields;
+
+/// Proof that somebody may manage: no handler here runs without it.
+pub(crate) struct Manager;
+
+impl FromRequestParts<Arc<App>> for Manager {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, app: &Arc<App>) -> Result<Self, ApiError> {
+        if !app.config.allow_runtime_lora_updating {
+            // As if the route were not there.
+            return Err(ApiError::not_found("Not Found"));
+        }
+        let peer = parts.extensions.get::<ConnectInfo<SocketAddr>>().map(|info| info.0);
+        app.keys.check_admin(&parts.headers, peer)?;
+        Ok(Self)
+    }
+}
+
+async fn fields(app: &App, headers: &HeaderMap, body: Body) -> Result<Fields, ApiError> {
+    body::read(headers, body, app.config.max_body_bytes).await
+}
+
+fn version(fields: &mut Fields) -> Result<Option<Digest>, ApiError> {
+    let Some(text) = fields.text("expected_version")? else { return Ok(None) };
+    let parsed = Digest::try_from(text);
+    parsed
+        .map(Some)
+        .map_err(|error| ApiError::bad_request(format!("`expected_version`: {error}")).about("expected_version"))
+}
+
+/// `POST /v1/load_lora_adapter`: `lora_name`, `lora_path`, `load_inplace` (replace other content), `expected_version` (replace
+/// only that).
+pub(crate) async fn load(
+    _: Manager,
+    State(app): State<Arc<App>>,
+    headers: HeaderMap,
+    body: Body,
+) -> Result<Response, ApiError> {
+    let mut fields = fields(&app, &headers, body).await?;
+    let missing = |name: &str| {
+        ApiError::bad_request(format!("1 validation error: `{name}` is missing")).about(format!("body.{name}"))
+    };
+    let name = fields.text("lora_name")?.ok_or_else(|| missing("lora_name"))?;
+    let given = fields.text("lora_path")?.ok_or_else(|| missing("lora_path"))?;
+    let (replace, expected) = (fields.flag("load_inplace")?.unwrap_or(false), version(&mut fields)?);
+    fields.refuse("is_3d_lora_weight", "there are no mixture-of-experts models")?;
+    if name.is_empty() || given.is_empty() {
+        return Err(ApiError::invalid_user_input("Both 'lora_name' and 'lora_path' must be provided."));
+    }
+    if app.names.contains(&name) {
+        return Err(ApiError::invalid_user_input(format!(
+            "The lora adapter '{name}' conflicts with a served base model."
+        )));
+    }
+    if !replace && expected.is_some() {
+        return Err(ApiError::bad_request(
+            "`expected_version` goes with `load_inplace`: it says what is to be replaced",
+        )
+        .about("expected_version"));
+    }
+    let path = app.lora_root.resolve(&name, &given)?;
+    let source = AdapterSource { replace, ..AdapterSource::directory(name.clone(), path) };
+    let before = app.engine.adapter(&name).ok().and_then(|info| info.version);
+    let outcome = {
+        let app = Arc::clone(&app);
+        tokio::task::spawn_blocking(move || match (replace, expected) {
+            (true, Some(expected)) => app.engine.replace_adapter(source, Some(expected)),
+            _ => app.engine.load_adapter(source),
+        })
+        .await
+        .map_err(|_| ApiError::internal("the load failed unexpectedly; please report this"))?
+    };
+    match outcome {
+        Ok(info) if before.is_some() && before == info.version => Ok(answer::text(format!(
+            "Success: LoRA adapter '{name}' is loaded with this content already; nothing was changed."
+        ))),
+        Ok(_) => Ok(answer::text(format!("Success: LoRA adapter '{name}' added successfully."))),
+        Err(EngineError::AdapterConflict { .. }) => Err(ApiError::invalid_user_input(format!(
+            "The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set \
+             'load_inplace' to True."
+        ))),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// `POST /v1/unload_lora_adapter`: `lora_name`, `mode` (`drain` or `abort`), `timeout` in seconds.
+pub(crate) async fn unload(
+    _: Manager,
+    State(app): State<Arc<App>>,
+    headers: HeaderMap,
+    body: Body,
+) -> Result<Response, ApiError> {
+    let mut fields = fields(&app, &headers, body).await?;
+    let name = known(&app, &mut fields, "'lora_name' needs to be provided to unload a LoRA adapter.")?;
+    let mode = match fields.text("mode")?.as_deref() {
+        None | Some("drain") => UnloadMode::Drain,
+        Some("abort") => UnloadMode::Abort,
+        Some(other) => {
+            return Err(ApiError::bad_request(format!("`mode` must be drain or abort, got `{other}`")).about("mode"));
+        }
+    };
+    let timeout = match fields.number("timeout")? {
+        None => None,
+        Some(seconds) => Some(Duration::try_from_secs_f64(seconds).map_err(|_| {
+            ApiError::bad_request(format!("`timeout` must be seconds of 0 or more, got `{seconds}`")).about("timeout")
+        })?),
+    };
+    let unloaded = name.clone();
+    app.blocking(move |app| match timeout {
+        Some(timeout) => app.engine.unload_adapter_within(&unloaded, mode, timeout),
+        None => app.engine.unload_adapter(&unloaded, mode),
+    })
+    .await?;
+    Ok(answer::text(format!("Success: LoRA adapter '{name}' removed successfully.")))
+}
+
+/// `POST /v1/pin_lora_adapter`: `lora_name`, `pinned` (default true): whether it stays resident whatever comes.
+pub(crate) async fn pin(
+    _: Manager,
+    State(app): State<Arc<App>>,
+    headers: HeaderMap,
+    body: Body,
+) -> Result<Response, ApiError> {
+    let mut fields = fields(&app, &headers, body).await?;
+    let name = known(&app, &mut fields, "'lora_name' needs to be provided to pin a LoRA adapter.")?;
+    let pinned = fields.flag("pinned")?.unwrap_or(true);
+    let subject = name.clone();
+    app.blocking(move |app| if pinned { app.engine.pin_adapter(&subject) } else { app.engine.unpin_adapter(&subject) })
+        .await?;
+    let done = if pinned { "pinned" } else { "unpinned" };
+    Ok(answer::text(format!("Success: LoRA adapter '{name}' {done} successfully.")))
+}
+
+/// The adapter that a call is about.
+fn known(app: &App, fields: &mut Fields, missing: &str) -> Result<String, ApiError> {
+    let name = fields.text("lora_name")?.unwrap_or_default();
+    if name.is_empty() {
+        return Err(ApiError::invalid_user_input(missing));
+    }
+    if app.engine.adapter(&name).is_err() {
+        return Err(ApiError::not_found(format!("The lora adapter '{name}' cannot be found.")));
+    }
+    Ok(name)
+}

@@ -1,0 +1,156 @@
+//! What all routes share: the engine, the settings, and how many sequences are on their way.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use manylora::{EngineError, EngineHandle};
+
+use crate::auth::Keys;
+use crate::config::ServerConfig;
+use crate::error::{ApiError, ServerError};
+use crate::resolver::Resolver;
+use crate::roots::LoraRoot;
+
+/// State of a server.
+pub(crate) struct App {
+    pub(crate) engine: EngineHandle,
+    pub(crate) config: ServerConfig,
+    /// Names of the base; the first is the one that answers have.
+    pub(crate) names: Vec<String>,
+    pub(crate) keys: Keys,
+    pub(crate) lora_root: LoraRoot,
+    /// Finds adapters at first use.
+    pub(crate) resolver: Option<Resolver>,
+    /// Unix time.
+    pub(crate) started: u64,
+    /// Sequences that wait or run.
+    pending: AtomicUsize,
+    /// Requests that are being answered.
+    load: AtomicUsize,
+    draining: AtomicBool,
+}
+
+impl std::fmt::Debug for App {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("App").field("names", &self.names).finish_non_exhaustive()
+    }
+}
+
+impl App {
+    pub(crate) fn new(engine: EngineHandle, config: ServerConfig) -> Result<Arc<Self>, ServerError> {
+        let mut names = config.served_model_names.clone();
+        names.dedup();
+        if let Some(blank) = names.iter().find(|name| name.trim().is_empty()) {
+            return Err(ServerError::InvalidSetting(format!("served_model_name {blank:?} is blank; give a name")));
+        }
+        if names.is_empty() {
+            // The first is the path or id that the model was named by.
+            names.extend(engine.info().base_names.first().cloned());
+        }
+        if let Some(taken) = names.iter().find(|name| engine.adapter(name).is_ok()) {
+            return Err(ServerError::InvalidSetting(format!(
+                "The lora adapter '{taken}' conflicts with a served base model; give one of them another name"
+            )));
+        }
+        let (keys, lora_root) = (Keys::new(&config)?, LoraRoot::new(&config)?);
+        let resolver = config.lora_resolve_root.as_deref().map(Resolver::new).transpose()?;
+        Ok(Arc::new(Self {
+            resolver,
+            engine,
+            config,
+            names,
+            keys,
+            lora_root,
+            started: unix_time(),
+            pending: AtomicUsize::new(0),
+            load: AtomicUsize::new(0),
+            draining: AtomicBool::new(false),
+        }))
+    }
+
+    /// The name that answers have for the base.
+    pub(crate) fn base_name(&self) -> &str {
+        self.names.first().map_or("", String::as_str)
+    }
+
+    /// Does something that may wait - for the engine, for files - where waiting holds nobody up.
+    pub(crate) async fn blocking<T: Send + 'static>(
+        self: &Arc<Self>,
+        work: impl FnOnce(&Self) -> Result<T, EngineError> + Send + 'static,
+    ) -> Result<T, ApiError> {
+        let app = Arc::clone(self);
+        match tokio::task::spawn_blocking(move || work(&app)).await {
+            Ok(done) => done.map_err(ApiError::from),
+            Err(_) => Err(ApiError::internal("the call failed unexpectedly; please report this")),
+        }
+    }
+
+    /// Admits `sequences` more, unless there are too many or the server is about to end.
+    pub(crate) fn admit(self: &Arc<Self>, sequences: usize) -> Result<Pending, ApiError> {
+        if self.is_draining() {
+            return Err(ApiError::unavailable("the server is shutting down and takes no new requests", 5));
+        }
+        let before = self.pending.fetch_add(sequences, Ordering::Relaxed);
+        let admitted = Pending { app: Arc::clone(self), sequences };
+        match self.config.max_pending {
+            // One request alone may always run, however many samples it wants.
+            Some(most) if before > 0 && before.saturating_add(sequences) > most => Err(ApiError::unavailable(
+                format!(
+                    "the server has `{before}` sequences waiting and running, and takes `{most}` at most (max_pending); try again \
+                     in a moment"
+                ),
+                1,
+            )),
+            _ => Ok(admitted),
+        }
+    }
+
+    /// Counts a request that is being answered.
+    pub(crate) fn answering(self: &Arc<Self>) -> Answering {
+        self.load.fetch_add(1, Ordering::Relaxed);
+        Answering(Arc::clone(self))
+    }
+
+    /// Requests that are being answered.
+    pub(crate) fn load(&self) -> usize {
+        self.load.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn is_draining(&self) -> bool {
+        self.draining.load(Ordering::Relaxed)
+    }
+
+    /// From now on no request is taken.
+    pub(crate) fn drain(&self) {
+        self.draining.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Sequences that were admitted, until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Pending {
+    app: Arc<App>,
+    sequences: usize,
+}
+
+impl Drop for Pending {
+    fn drop(&mut self) {
+        self.app.pending.fetch_sub(self.sequences, Ordering::Relaxed);
+    }
+}
+
+/// A request that is being answered, until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Answering(Arc<App>);
+
+impl Drop for Answering {
+    fn drop(&mut self) {
+        self.0.load.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Seconds since 1970.
+pub(crate) fn unix_time() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}

@@ -1,0 +1,246 @@
+//! Who may do what. Users' keys open the API, the admin key opens the management of adapters, and neither opens the other.
+//!
+//! Without any key, on a loopback address, management is answered where the request can only come from this machine and
+//! not from a page in its browser: peer and Host are loopback, Origin is absent or loopback, and no header of a proxy is
+//! there.
+
+use std::net::{IpAddr, SocketAddr};
+
+use axum::http::{HeaderMap, header};
+use sha2::{Digest as _, Sha256};
+
+use crate::config::ServerConfig;
+use crate::error::{ApiError, ServerError};
+
+/// Headers that only a proxy adds.
+const OF_PROXIES: [&str; 3] = ["forwarded", "x-real-ip", "via"];
+const OF_PROXIES_PREFIX: &str = "x-forwarded-";
+
+/// The keys, as digests: comparing those tells nothing of the keys by the time that it takes.
+#[derive(Debug)]
+pub(crate) struct Keys {
+    users: Vec<[u8; 32]>,
+    admin: Option<[u8; 32]>,
+    /// Whether the admin key was made here, because none was given and the address is not only for this machine.
+    pub(crate) generated: Option<String>,
+    /// Whether management goes without a key, by the loopback rule.
+    pub(crate) loopback_rule: bool,
+}
+
+fn digest(key: &str) -> [u8; 32] {
+    Sha256::digest(key.as_bytes()).into()
+}
+
+/// Compares all of it whatever the first difference.
+fn same(a: &[u8; 32], b: &[u8; 32]) -> bool {
+    a.iter().zip(b).fold(0, |all, (a, b)| all | (a ^ b)) == 0
+}
+
+/// Whether a host name or address means this machine only.
+pub(crate) fn is_loopback(host: &str) -> bool {
+    let host = host.trim_start_matches('[').trim_end_matches(']');
+    host.eq_ignore_ascii_case("localhost") || host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
+}
+
+/// The host of a `Host` header or of an origin's authority.
+fn host_of(authority: &str) -> &str {
+    match authority.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
+        Some((host, _)) => host,
+        None => authority.split_once(':').map_or(authority, |(host, _)| host),
+    }
+}
+
+fn bearer(headers: &HeaderMap) -> Option<&str> {
+    let value = headers.get(header::AUTHORIZATION)?.to_str().ok()?;
+    let (scheme, key) = value.split_once(' ')?;
+    scheme.eq_ignore_ascii_case("bearer").then(|| key.trim())
+}
+
+impl Keys {
+    pub(crate) fn new(config: &ServerConfig) -> Result<Self, ServerError> {
+        let blank = config.api_keys.iter().chain(&config.admin_api_key).any(|key| key.trim().is_empty());
+        if blank {
+            return Err(ServerError::InvalidSetting("a key is blank: give a key, or leave it out".to_owned()));
+        }
+        if let Some(admin) = &config.admin_api_key
+            && config.api_keys.contains(admin)
+        {
+            return Err(ServerError::InvalidSetting(
+                "the admin key is also a user's key, so that every user could load adapters; give two keys".to_owned(),
+            ));
+        }
+        let loopback_rule = config.allow_runtime_lora_updating
+            && config.admin_api_key.is_none()
+            && config.api_keys.is_empty()
+            && is_loopback(&config.host);
+        let mut generated = None;
+        if config.allow_runtime_lora_updating && config.admin_api_key.is_none() && !loopback_rule {
+            generated = Some(random_key()?);
+        }
+        let admin = config.admin_api_key.as_deref().or(generated.as_deref()).map(digest);
+        Ok(Self { users: config.api_keys.iter().map(|key| digest(key)).collect(), admin, generated, loopback_rule })
+    }
+
+    /// Whether somebody may use the API.
+    pub(crate) fn check_user(&self, headers: &HeaderMap) -> Result<(), ApiError> {
+        if self.users.is_empty() {
+            return Ok(());
+        }
+        let Some(given) = bearer(headers) else {
+            return Err(ApiError::unauthorized("the header `Authorization: Bearer KEY` is missing"));
+        };
+        let given = digest(given);
+        // All of them are compared, whichever fits.
+        let known = self.users.iter().fold(false, |known, key| known | same(key, &given));
+        if known { Ok(()) } else { Err(ApiError::unauthorized("the key in the header `Authorization` is not known")) }
+    }
+
+    /// Whether somebody may change which adapters there are.
+    pub(crate) fn check_admin(&self, headers: &HeaderMap, peer: Option<SocketAddr>) -> Result<(), ApiError> {
+        if self.loopback_rule {
+            return check_local(headers, peer);
+        }
+        let Some(admin) = &self.admin else {
+            return Err(ApiError::forbidden("management of adapters is off"));
+        };
+        match bearer(headers) {
+            Some(given) if same(admin, &digest(given)) => Ok(()),
+            Some(_) => Err(ApiError::unauthorized(
+                "the key in the header `Authorization` is not the admin key, which this call needs",
+            )),
+            None => Err(ApiError::unauthorized(
+                "the header `Authorization: Bearer ADMIN_KEY` is missing: this call needs the admin key",
+            )),
+        }
+    }
+}
+
+fn random_key() -> Result<String, ServerError> {
+    let mut bytes = [0; 24];
+    getrandom::fill(&mut bytes)
+        .map_err(|error| ServerError::Io { what: "making a random admin key", source: error.into() })?;
+    Ok(bytes.iter().fold("mlr-".to_owned(), |key, byte| format!("{key}{byte:02x}")))
+}
+
+/// See the module.
+fn check_local(headers: &HeaderMap, peer: Option<SocketAddr>) -> Result<(), ApiError> {
+    let refuse = |what: &str| {
+        Err(ApiError::unauthorized(format!(
+            "{what}, and without an admin key adapters are managed from this machine only; start the server with --admin-api-key and \
+             send it in the header `Authorization: Bearer ADMIN_KEY`"
+        )))
+    };
+    if !peer.is_some_and(|peer| peer.ip().to_canonical().is_loopback()) {
+        return refuse("the request does not come from a loopback address");
+    }
+    let header = |name: header::HeaderName| headers.get(name).map(|value| value.to_str().unwrap_or("?"));
+    match header(header::HOST) {
+        Some(host) if is_loopback(host_of(host)) => {}
+        Some(host) => return refuse(&format!("the header Host is `{host}`")),
+        None => return refuse("the header Host is missing"),
+    }
+    if let Some(origin) = header(header::ORIGIN) {
+        let authority = origin.split_once("://").map_or("?", |(_, authority)| authority);
+        if !is_loopback(host_of(authority)) {
+            return refuse(&format!("the header Origin is `{origin}`"));
+        }
+    }
+    let of_proxy = |name: &str| OF_PROXIES.contains(&name) || name.starts_with(OF_PROXIES_PREFIX);
+    if let Some(name) = headers.keys().find(|name| of_proxy(name.as_str())) {
+        return refuse(&format!("the header {name} says that a proxy passed it on"));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::http::{HeaderName, HeaderValue};
+
+    use super::*;
+
+    fn headers(pairs: &[(&str, &str)]) -> HeaderMap {
+        let pair = |(name, value): &(&str, &str)| {
+            (HeaderName::try_from(*name).expect("a name"), HeaderValue::from_str(value).expect("a value"))
+        };
+        pairs.iter().map(pair).collect()
+    }
+
+    fn keys(configure: impl FnOnce(&mut ServerConfig)) -> Keys {
+        let mut config = ServerConfig { allow_runtime_lora_updating: true, ..ServerConfig::default() };
+        configure(&mut config);
+        Keys::new(&config).expect("good settings")
+    }
+
+    const LOCAL: Option<SocketAddr> = Some(SocketAddr::new(IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 5000));
+
+    #[test]
+    fn without_keys_only_this_machine_manages() {
+        let keys = keys(|_| {});
+        assert!(keys.loopback_rule && keys.generated.is_none());
+        let fine = [
+            vec![("host", "localhost:8000")],
+            vec![("host", "127.0.0.1")],
+            vec![("host", "[::1]:8000"), ("origin", "http://localhost:3000")],
+        ];
+        for good in fine {
+            assert!(keys.check_admin(&headers(&good), LOCAL).is_ok(), "{good:?}");
+        }
+        let refused = [
+            vec![],
+            vec![("host", "evil.example")],
+            vec![("host", "localhost.evil.example:8000")],
+            vec![("host", "localhost"), ("origin", "https://evil.example")],
+            vec![("host", "localhost"), ("origin", "null")],
+            vec![("host", "localhost"), ("x-forwarded-for", "127.0.0.1")],
+            vec![("host", "localhost"), ("x-forwarded-host", "x")],
+            vec![("host", "localhost"), ("forwarded", "for=1.2.3.4")],
+            vec![("host", "localhost"), ("x-real-ip", "1.2.3.4")],
+            vec![("host", "localhost"), ("via", "1.1 proxy")],
+        ];
+        for bad in refused {
+            assert!(keys.check_admin(&headers(&bad), LOCAL).is_err(), "{bad:?}");
+        }
+        let far = Some(SocketAddr::from(([10, 0, 0, 7], 5000)));
+        let local_host = headers(&[("host", "localhost")]);
+        assert!(keys.check_admin(&local_host, far).is_err() && keys.check_admin(&local_host, None).is_err());
+    }
+
+    #[test]
+    fn neither_key_opens_what_the_other_does() {
+        let keys = keys(|config| {
+            config.api_keys = vec!["user".to_owned(), "other".to_owned()];
+            config.admin_api_key = Some("admin".to_owned());
+        });
+        let with = |key: &str| headers(&[("authorization", &format!("Bearer {key}")), ("host", "localhost")]);
+        assert!(keys.check_user(&with("user")).is_ok() && keys.check_user(&with("other")).is_ok());
+        assert!(keys.check_user(&with("admin")).is_err() && keys.check_user(&headers(&[])).is_err());
+        assert!(keys.check_admin(&with("admin"), LOCAL).is_ok());
+        assert!(keys.check_admin(&with("user"), LOCAL).is_err());
+        assert!(keys.check_admin(&headers(&[("host", "localhost")]), LOCAL).is_err());
+    }
+
+    #[test]
+    fn a_key_is_made_where_the_rule_does_not_hold() {
+        for configure in
+            [(|config: &mut ServerConfig| config.host = "0.0.0.0".to_owned()) as fn(&mut ServerConfig), |config| {
+                config.api_keys = vec!["user".to_owned()];
+            }]
+        {
+            let keys = keys(configure);
+            let made = keys.generated.clone().expect("a key");
+            assert!(made.len() > 40 && !keys.loopback_rule);
+            let with = headers(&[("authorization", &format!("bearer {made}"))]);
+            assert!(keys.check_admin(&with, None).is_ok());
+        }
+    }
+
+    #[test]
+    fn one_key_cannot_be_both() {
+        let config = ServerConfig {
+            api_keys: vec!["same".to_owned()],
+            admin_api_key: Some("same".to_owned()),
+            ..ServerConfig::default()
+        };
+        assert!(Keys::new(&config).is_err());
+    }
+}

@@ -1,0 +1,349 @@
+//! `/v1/completions`: prompts as text or token ids, any number of them in one request.
+
+use std::sync::Arc;
+
+use axum::body::Body;
+use axum::extract::State;
+use axum::http::HeaderMap;
+use axum::response::Response;
+use manylora::{Delta, GenerateRequest, Prompt, SamplingParams, StopReason};
+use serde::Serialize;
+use serde_json::Value;
+
+use crate::answer::{self, ToldUsage, Usage};
+use crate::app::{App, unix_time};
+use crate::body;
+use crate::error::ApiError;
+use crate::events::{self, Events, StreamOptions, Writer};
+use crate::fields::{Fields, tokens};
+use crate::generation::Generation;
+use crate::logprobs::{self, CompletionLogprobs, Speller};
+use crate::sampling;
+use crate::target::{self, Target};
+
+/// Tokens that a completion has when nothing is said.
+const DEFAULT_MAX_TOKENS: usize = 16;
+
+/// What a request asks for.
+struct Asked {
+    target: Target,
+    prompts: Vec<Prompt>,
+    params: SamplingParams,
+    echo: Echo,
+    /// Most likely tokens to list.
+    logprobs: Option<usize>,
+    stream: Option<StreamOptions>,
+    shape: Shape,
+    cache_salt: Option<String>,
+    priority: i64,
+}
+
+/// What of the prompt an answer begins with.
+#[derive(Clone, Copy, Debug, Default)]
+struct Echo {
+    prompt: bool,
+    /// Nothing is to be generated.
+    only: bool,
+}
+
+/// How an answer looks.
+#[derive(Clone, Debug)]
+struct Shape {
+    speller: Speller,
+    token_ids: bool,
+    prompt_logprobs: bool,
+}
+
+#[derive(Serialize)]
+struct Choice {
+    index: usize,
+    text: String,
+    logprobs: Option<CompletionLogprobs>,
+    finish_reason: Option<&'static str>,
+    stop_reason: Value,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_logprobs: Option<Value>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    token_ids: Option<Vec<u32>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_token_ids: Option<Vec<u32>>,
+}
+
+#[derive(Serialize)]
+struct Completion<'a> {
+    id: &'a str,
+    object: &'static str,
+    created: u64,
+    model: &'a str,
+    choices: Vec<Choice>,
+    #[serde(skip_serializing_if = "ToldUsage::is_absent")]
+    usage: ToldUsage,
+}
+
+/// What made a sample stop, as vLLM tells it.
+pub(crate) fn stop_reason(reason: Option<StopReason>) -> Value {
+    match reason {
+        None => Value::Null,
+        Some(StopReason::Token(token)) => Value::from(token),
+        Some(StopReason::Text(text)) => Value::from(text),
+    }
+}
+
+fn prompts(fields: &mut Fields) -> Result<Vec<Prompt>, ApiError> {
+    let add_special_tokens = fields.flag("add_special_tokens")?.unwrap_or(true);
+    let Some(value) = fields.value("prompt") else {
+        return Err(
+            ApiError::bad_request("`prompt` is missing; give text, token ids, or an array of them").about("prompt")
+        );
+    };
+    let wrong = || {
+        ApiError::bad_request(
+            "`prompt` must be text, an array of texts, an array of token ids, or an array of such arrays",
+        )
+        .about("prompt")
+    };
+    let text = |text: &str| Prompt::Text { text: text.to_owned(), add_special_tokens };
+    match &value {
+        Value::String(prompt) => Ok(vec![text(prompt)]),
+        Value::Array(items) if items.is_empty() => {
+            Err(ApiError::bad_request("`prompt` is an empty array; give at least one prompt").about("prompt"))
+        }
+        Value::Array(items) if items[0].is_string() => {
+            items.iter().map(|item| item.as_str().map(text).ok_or_else(wrong)).collect()
+        }
+        Value::Array(items) if items[0].is_array() => {
+            items.iter().map(|item| tokens(item).map(Prompt::Tokens).ok_or_else(wrong)).collect()
+        }
+        Value::Array(_) => tokens(&value).map(|tokens| vec![Prompt::Tokens(tokens)]).ok_or_else(wrong),
+        _ => Err(wrong()),
+    }
+}
+
+/// A salt that keeps KV blocks apart.
+pub(crate) fn cache_salt(fields: &mut Fields) -> Result<Option<String>, ApiError> {
+    match fields.text("cache_salt")? {
+        Some(salt) if salt.is_empty() => {
+            Err(ApiError::bad_request("`cache_salt` must be a non-empty string if provided").about("cache_salt"))
+        }
+        salt => Ok(salt),
+    }
+}
+
+fn read(app: &App, fields: &mut Fields) -> Result<Asked, ApiError> {
+    // First, so that a wrong name is what a request with a wrong name is told.
+    let target = target::read(app, fields)?;
+    let stream = StreamOptions::read(fields)?;
+    let generation = app.config.use_generation_config.then(|| &app.engine.info().generation);
+    let mut params = sampling::read(fields, generation)?;
+    sampling::refuse_structure(fields)?;
+    params.max_tokens = Some(fields.count("max_tokens")?.unwrap_or(DEFAULT_MAX_TOKENS));
+    let wanted = sampling::logprob_count(fields, "logprobs")?;
+    params.logprobs = wanted;
+    let mut echo = Echo { prompt: fields.flag("echo")?.unwrap_or(false), only: false };
+    if params.max_tokens == Some(0) {
+        if !echo.prompt {
+            return Err(ApiError::bad_request("max_tokens must be at least 1, got 0 (only `echo` goes with 0).")
+                .about("max_tokens"));
+        }
+        // Something has to run for the prompt's logprobs; what comes out of it is not told.
+        echo.only = true;
+        params.max_tokens = Some(1);
+    }
+    let asked_for = params.prompt_logprobs.is_some();
+    if echo.prompt && params.logprobs.is_some() && params.prompt_logprobs.is_none() {
+        params.prompt_logprobs = params.logprobs;
+    }
+    if stream.is_some() && asked_for {
+        return Err(
+            ApiError::bad_request("`prompt_logprobs` are not available when `stream=True`.").about("prompt_logprobs")
+        );
+    }
+    let shape = Shape {
+        speller: Speller {
+            engine: app.engine.clone(),
+            as_ids: fields.flag("return_tokens_as_token_ids")?.unwrap_or(false),
+        },
+        token_ids: fields.flag("return_token_ids")?.unwrap_or(false),
+        prompt_logprobs: asked_for,
+    };
+    Ok(Asked {
+        target,
+        prompts: prompts(fields)?,
+        params,
+        echo,
+        logprobs: wanted.map(|count| usize::try_from(count).unwrap_or(usize::MAX)),
+        stream,
+        shape,
+        cache_salt: cache_salt(fields)?,
+        priority: fields.integer("priority")?.unwrap_or(0),
+    })
+}
+
+/// The route.
+pub(crate) async fn create(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Result<Response, ApiError> {
+    let answering = app.answering();
+    let mut fields = body::read(&headers, body, app.config.max_body_bytes).await?;
+    target::resolve(&app, &fields).await?;
+    let Asked { target, prompts, params, echo, logprobs, stream, shape, cache_salt, priority } =
+        read(&app, &mut fields)?;
+    let samples = params.n;
+    let texts = prompts.iter().map(|prompt| match prompt {
+        Prompt::Text { text, .. } if echo.prompt => Some(text.clone()),
+        _ => None,
+    });
+    let texts = texts.collect();
+    let request = |prompt| GenerateRequest {
+        prompt,
+        params: params.clone(),
+        adapters: target.adapters.clone(),
+        priority,
+        cache_salt: cache_salt.clone(),
+        tenant: None,
+    };
+    let requests = prompts.into_iter().map(request).collect();
+    let generation = Generation::start(&app, requests, stream.is_some()).await?;
+    let version = generation.version.clone();
+    let mut maker = Maker {
+        id: answer::fresh_id("cmpl-"),
+        created: unix_time(),
+        model: target.name,
+        samples,
+        echo,
+        logprobs,
+        shape,
+        prompts: generation.prompts.clone(),
+        texts,
+        progress: vec![Progress::default(); generation.prompts.len() * samples],
+        cached: vec![0; generation.prompts.len()],
+    };
+    let response = match stream {
+        Some(options) => events::respond(generation, StreamWriter { maker, options }, answering),
+        None => maker.whole(generation).await?,
+    };
+    Ok(answer::with_version(response, version.as_deref()))
+}
+
+/// How far a sample is.
+#[derive(Clone, Copy, Debug, Default)]
+struct Progress {
+    begun: bool,
+    tokens: usize,
+    /// Characters of text so far, as logprobs count them.
+    offset: usize,
+}
+
+/// Makes choices of deltas.
+struct Maker {
+    id: String,
+    created: u64,
+    model: String,
+    samples: usize,
+    echo: Echo,
+    logprobs: Option<usize>,
+    shape: Shape,
+    prompts: Vec<Vec<u32>>,
+    /// What was given as text, where it is echoed.
+    texts: Vec<Option<String>>,
+    progress: Vec<Progress>,
+    /// Cached tokens of each prompt.
+    cached: Vec<usize>,
+}
+
+impl Maker {
+    fn choice(&mut self, prompt: usize, delta: Delta) -> Choice {
+        let index = prompt * self.samples + delta.index;
+        let mut progress = self.progress[index];
+        let first = !std::mem::replace(&mut progress.begun, true);
+        self.cached[prompt] = self.cached[prompt].max(delta.cached_tokens);
+        let speller = &self.shape.speller;
+        let (mut text, mut listed) = (String::new(), CompletionLogprobs::default());
+        let prompt_tokens = &self.prompts[prompt];
+        if first && self.echo.prompt {
+            text = match (&self.texts[prompt], speller.engine.tokenizer()) {
+                (Some(text), _) => text.clone(),
+                (None, Ok(tokenizer)) => tokenizer.decode(prompt_tokens, true, true).unwrap_or_default(),
+                (None, Err(_)) => String::new(),
+            };
+            if let (Some(most), Some(known)) = (self.logprobs, &delta.prompt_logprobs) {
+                for (at, &token) in prompt_tokens.iter().enumerate() {
+                    let position = at.checked_sub(1).and_then(|before| known.get(before));
+                    listed.push(token, position, most, &mut progress.offset, speller);
+                }
+            }
+        }
+        let token_ids = if self.echo.only { Vec::new() } else { delta.token_ids };
+        if !self.echo.only {
+            text.push_str(&delta.text);
+            if let Some(most) = self.logprobs {
+                for (&token, position) in token_ids.iter().zip(&delta.logprobs) {
+                    listed.push(token, Some(position), most, &mut progress.offset, speller);
+                }
+            }
+        }
+        progress.tokens += token_ids.len();
+        self.progress[index] = progress;
+        Choice {
+            index,
+            text,
+            logprobs: self.logprobs.map(|_| listed),
+            finish_reason: delta.finish_reason.map(|reason| if self.echo.only { "length" } else { reason.as_str() }),
+            stop_reason: stop_reason(delta.stop_reason),
+            prompt_logprobs: self
+                .shape
+                .prompt_logprobs
+                .then(|| delta.prompt_logprobs.as_deref().map_or(Value::Null, |all| logprobs::of_prompt(all, speller))),
+            token_ids: self.shape.token_ids.then_some(token_ids),
+            prompt_token_ids: (self.shape.token_ids && first).then(|| prompt_tokens.clone()),
+        }
+    }
+
+    fn usage(&self) -> Usage {
+        let prompts = self.prompts.iter().map(Vec::len).sum();
+        Usage::new(prompts, self.progress.iter().map(|it| it.tokens).sum(), self.cached.iter().sum())
+    }
+
+    fn told(&self, choices: Vec<Choice>, usage: ToldUsage) -> Completion<'_> {
+        Completion {
+            id: &self.id,
+            object: "text_completion",
+            created: self.created,
+            model: &self.model,
+            choices,
+            usage,
+        }
+    }
+
+    async fn whole(&mut self, mut generation: Generation) -> Result<Response, ApiError> {
+        let all = generation.finish(self.samples).await?;
+        let numbered = all.into_iter().enumerate();
+        let deltas = numbered.flat_map(|(prompt, samples)| samples.into_iter().map(move |delta| (prompt, delta)));
+        let choices = deltas.map(|(prompt, delta)| self.choice(prompt, delta)).collect();
+        Ok(answer::json(&self.told(choices, ToldUsage::Now(self.usage()))))
+    }
+}
+
+struct StreamWriter {
+    maker: Maker,
+    options: StreamOptions,
+}
+
+impl Writer for StreamWriter {
+    fn begin(&mut self, _: &Generation, _: &mut Events) {}
+
+    fn delta(&mut self, prompt: usize, delta: Delta, events: &mut Events) {
+        let choice = self.maker.choice(prompt, delta);
+        let has_tokens = choice.token_ids.as_ref().is_some_and(|tokens| !tokens.is_empty());
+        if choice.text.is_empty() && choice.finish_reason.is_none() && choice.logprobs.is_none() && !has_tokens {
+            // Half a character: it comes with its other half.
+            return;
+        }
+        let usage = self.options.usage(|| self.maker.usage());
+        events.push(&self.maker.told(vec![choice], usage));
+    }
+
+    fn end(&mut self, events: &mut Events) {
+        if self.options.include_usage {
+            events.push(&self.maker.told(Vec::new(), ToldUsage::Now(self.maker.usage())));
+        }
+    }
+}

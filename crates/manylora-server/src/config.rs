@@ -1,0 +1,60 @@
+//! What a server can be told at start. Names and defaults are vLLM's where it has them.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// Configuration of a [`crate::Server`] or [`crate::router`].
+#[derive(Clone, Debug)]
+pub struct ServerConfig {
+    /// Address to listen on.
+    pub host: String,
+    /// Port to listen on; 0 = any free one.
+    pub port: u16,
+    /// Names that the base answers to in `model`, the first of which it is called in answers; empty = the model's path.
+    pub served_model_names: Vec<String>,
+    /// What `/v1/models` says the base was made from; empty = the name that it is served under.
+    pub model_root: String,
+    /// Keys of which every request but those to `/health`, `/ping`, `/version`, `/load` and `/metrics` needs one; empty = none is
+    /// needed.
+    pub api_keys: Vec<String>,
+    /// Key that loading, unloading and pinning need.
+    pub admin_api_key: Option<String>,
+    /// Whether adapters can be loaded, unloaded and pinned over HTTP at all.
+    pub allow_runtime_lora_updating: bool,
+    /// Folder that adapters loaded over HTTP must lie in, after links are followed; None = the one that the server was started
+    /// in.
+    pub lora_root: Option<PathBuf>,
+    /// Folder in which adapters are looked for by name when a request first names them; None = nowhere.
+    pub lora_resolve_root: Option<PathBuf>,
+    /// Whether sampling defaults come from the model's `generation_config.json`.
+    pub use_generation_config: bool,
+    /// Whether requests may bring a chat template of their own.
+    pub trust_request_chat_template: bool,
+    /// Most bytes of a request's body.
+    pub max_body_bytes: usize,
+    /// Sequences that may wait or run before further requests are answered 503; None = no limit.
+    pub max_pending: Option<usize>,
+    /// How long what runs may go on after the server was told to stop.
+    pub shutdown_timeout: Duration,
+}
+
+impl Default for ServerConfig {
+    fn default() -> Self {
+        Self {
+            host: "127.0.0.1".to_owned(),
+            port: 8000,
+            served_model_names: Vec::new(),
+            model_root: String::new(),
+            api_keys: Vec::new(),
+            admin_api_key: None,
+            allow_runtime_lora_updating: false,
+            lora_root: None,
+            lora_resolve_root: None,
+            use_generation_config: true,
+            trust_request_chat_template: false,
+            max_body_bytes: 32 << 20,
+            max_pending: Some(4096),
+            shutdown_timeout: Duration::from_secs(30),
+        }
+    }
+}

@@ -1,0 +1,94 @@
+//! Requests on their way through the engine: submitted together, read as one stream, aborted when nobody listens.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use futures_util::stream::{SelectAll, Stream, StreamExt, select_all};
+use manylora::{Delta, EngineError, GenerateRequest, RequestStream};
+
+use crate::app::{App, Pending};
+use crate::error::ApiError;
+
+/// A request's stream, with the number of its prompt.
+struct Tagged {
+    prompt: usize,
+    stream: RequestStream,
+}
+
+impl Stream for Tagged {
+    type Item = (usize, Result<Delta, EngineError>);
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let prompt = self.prompt;
+        self.stream.poll_next_unpin(context).map(|delta| delta.map(|delta| (prompt, delta)))
+    }
+}
+
+/// One HTTP request's prompts in the engine. Dropping it aborts what still runs.
+pub(crate) struct Generation {
+    /// Each prompt as token ids.
+    pub(crate) prompts: Vec<Vec<u32>>,
+    /// Version of the adapter that serves it, if there is one.
+    pub(crate) version: Option<String>,
+    first: Option<(usize, Delta)>,
+    rest: SelectAll<Tagged>,
+    _pending: Pending,
+}
+
+impl Generation {
+    /// Submits requests and waits for the first news, so that whatever keeps them from running is told before any byte of
+    /// an answer. With `streaming` false each sample arrives whole.
+    pub(crate) async fn start(
+        app: &Arc<App>,
+        requests: Vec<GenerateRequest>,
+        streaming: bool,
+    ) -> Result<Self, ApiError> {
+        let pending = app.admit(requests.iter().map(|request| request.params.n).sum())?;
+        let streams = app.blocking(move |app| app.engine.submit_all(requests, streaming)).await?;
+        let prompts = streams.iter().map(|stream| stream.prompt_token_ids().to_vec()).collect();
+        let bound = streams.first().and_then(|stream| stream.adapter_versions().first().cloned());
+        let tagged = streams.into_iter().enumerate().map(|(prompt, stream)| Tagged { prompt, stream });
+        let mut generation = Self { prompts, version: None, first: None, rest: select_all(tagged), _pending: pending };
+        generation.first = generation.next().await.transpose()?;
+        generation.version = match bound {
+            Some((_, Some(version))) => Some(version.to_string()),
+            // Read for the first time: known by now.
+            Some((name, None)) => {
+                app.engine.adapter(&name).ok().and_then(|info| info.version).map(|version| version.to_string())
+            }
+            None => None,
+        };
+        Ok(generation)
+    }
+
+    /// News of a sample, with the number of its prompt; None when all have ended.
+    pub(crate) async fn next(&mut self) -> Option<Result<(usize, Delta), ApiError>> {
+        if let Some(first) = self.first.take() {
+            return Some(Ok(first));
+        }
+        let (prompt, delta) = self.rest.next().await?;
+        Some(delta.map(|delta| (prompt, delta)).map_err(ApiError::from))
+    }
+
+    /// Waits for all samples; `[prompt][sample]`.
+    pub(crate) async fn finish(&mut self, samples: usize) -> Result<Vec<Vec<Delta>>, ApiError> {
+        let empty = || (0..samples).map(|index| Delta { index, ..Delta::default() }).collect::<Vec<_>>();
+        let mut all: Vec<Vec<Delta>> = self.prompts.iter().map(|_| empty()).collect();
+        while let Some(news) = self.next().await {
+            let (prompt, delta) = news?;
+            let sample = all.get_mut(prompt).and_then(|samples| samples.get_mut(delta.index));
+            let Some(sample) = sample else {
+                return Err(ApiError::internal("the engine answered for a sample that nobody asked for"));
+            };
+            sample.text.push_str(&delta.text);
+            sample.token_ids.extend(delta.token_ids);
+            sample.logprobs.extend(delta.logprobs);
+            sample.cached_tokens = sample.cached_tokens.max(delta.cached_tokens);
+            sample.prompt_logprobs = delta.prompt_logprobs.or(sample.prompt_logprobs.take());
+            sample.finish_reason = delta.finish_reason.or(sample.finish_reason);
+            sample.stop_reason = delta.stop_reason.or(sample.stop_reason.take());
+        }
+        Ok(all)
+    }
+}

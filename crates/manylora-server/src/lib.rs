@@ -1,0 +1,37 @@
+//! The OpenAI-compatible HTTP surface of ManyLoRA: every request picks its adapter by the name in `model`.
+//!
+//! [`router`] is an axum router over a running engine, for mounting in another service; [`Server`] binds a port and runs it
+//! until it is told to stop, draining what runs. Names, shapes and messages are those of OpenAI's API as vLLM extends it.
+//!
+//! Reading order: [`config`]; `app` (what all routes share) and `routes`; then the way of a request: `body` and `fields` (JSON in,
+//! with errors that name the place), `sampling` (fields to sampling parameters), `target` (model name to adapters), `resolver` (adapters found at first use),
+//! `completions` and `chat`, `generation` (the engine's streams), `events` (server-sent events), `logprobs`. `adapters` loads,
+//! unloads and pins, behind `auth`; `error` is the one place where errors become answers; `listener` has the connections.
+
+mod adapters;
+mod answer;
+mod app;
+mod auth;
+mod body;
+mod chat;
+mod completions;
+pub mod config;
+mod error;
+mod events;
+mod fields;
+mod generation;
+mod listener;
+mod logprobs;
+mod models;
+mod resolver;
+mod roots;
+mod routes;
+mod sampling;
+mod status;
+mod target;
+mod tokens;
+
+pub use config::ServerConfig;
+pub use error::ServerError;
+pub use listener::{Server, bind};
+pub use routes::router;

@@ -1,0 +1,155 @@
+//! Connections: accepting them, their patience, and an orderly end.
+
+use std::future::Future;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::extract::ConnectInfo;
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::server::graceful::GracefulShutdown;
+use manylora::EngineHandle;
+use tokio::net::{TcpListener, TcpStream};
+use tower_service::Service;
+
+use crate::app::App;
+use crate::config::ServerConfig;
+use crate::error::ServerError;
+use crate::routes::routes;
+
+/// How long a client may take to send the head of a request, or to keep an idle connection.
+const HEAD_PATIENCE: Duration = Duration::from_secs(75);
+/// How long to wait before accepting again when the system has no descriptor left.
+const OUT_OF_DESCRIPTORS: Duration = Duration::from_millis(100);
+
+/// A server that listens.
+#[derive(Debug)]
+pub struct Server {
+    app: Arc<App>,
+    listener: TcpListener,
+    address: SocketAddr,
+}
+
+impl Server {
+    /// Binds the port. Requests are answered once [`Self::run`] runs.
+    pub async fn bind(engine: EngineHandle, config: ServerConfig) -> Result<Self, ServerError> {
+        let (host, port) = (config.host.clone(), config.port);
+        let bound = tokio::task::spawn_blocking(move || bind(&host, port)).await;
+        let listener = bound.map_err(|error| ServerError::Io { what: "binding a port", source: error.into() })??;
+        Self::on(listener, engine, config)
+    }
+
+    /// A server on a port that is bound already. Call it where a tokio runtime is at hand.
+    pub fn on(
+        listener: std::net::TcpListener,
+        engine: EngineHandle,
+        config: ServerConfig,
+    ) -> Result<Self, ServerError> {
+        let app = App::new(engine, config)?;
+        let prepared = || {
+            listener.set_nonblocking(true)?;
+            let address = listener.local_addr()?;
+            Ok((TcpListener::from_std(listener)?, address))
+        };
+        let (listener, address) =
+            prepared().map_err(|source| ServerError::Io { what: "preparing the port", source })?;
+        Ok(Self { app, listener, address })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Lines that whoever starts a server should see.
+    pub fn notes(&self) -> Vec<String> {
+        let app = &self.app;
+        let mut notes = Vec::new();
+        if app.config.allow_runtime_lora_updating {
+            if let Some(folder) = app.lora_root.folder() {
+                notes.push(format!("adapters can be loaded over HTTP from {}", folder.display()));
+            }
+            if app.keys.loopback_rule {
+                notes.push(
+                    "managing them needs no key from this machine; a proxy on this host needs --admin-api-key"
+                        .to_owned(),
+                );
+            }
+            if let Some(key) = &app.keys.generated {
+                notes.push(format!(
+                    "managing them needs this admin key, made for this run: {key}\n  curl -X POST http://{}/v1/load_lora_adapter -H \
+                     'Authorization: Bearer {key}' -H 'Content-Type: application/json' -d '{{\"lora_name\": \"NAME\", \
+                     \"lora_path\": \"FOLDER\"}}'",
+                    self.address
+                ));
+            }
+        }
+        notes
+    }
+
+    /// Answers requests until `stop` resolves, then takes no new ones and waits for those that run, up to
+    /// `shutdown_timeout`.
+    pub async fn run(self, stop: impl Future<Output = ()>) {
+        let graceful = GracefulShutdown::new();
+        let router = routes(&self.app);
+        let mut stop = std::pin::pin!(stop);
+        loop {
+            let accepted = tokio::select! {
+                accepted = self.listener.accept() => accepted,
+                () = &mut stop => break,
+            };
+            match accepted {
+                Ok((stream, peer)) => serve(stream, peer, router.clone(), &graceful),
+                Err(error) => {
+                    // A connection that ended before it was taken is none; without descriptors, wait for some.
+                    if !matches!(
+                        error.kind(),
+                        std::io::ErrorKind::ConnectionAborted | std::io::ErrorKind::ConnectionReset
+                    ) {
+                        tracing::warn!("a connection could not be accepted: {error}");
+                        tokio::time::sleep(OUT_OF_DESCRIPTORS).await;
+                    }
+                }
+            }
+        }
+        self.app.drain();
+        drop(self.listener);
+        let (running, timeout) = (self.app.load(), self.app.config.shutdown_timeout);
+        if running > 0 {
+            tracing::info!("shutting down: waiting for {running} requests, up to {} s", timeout.as_secs_f64());
+        }
+        if tokio::time::timeout(timeout, graceful.shutdown()).await.is_err() {
+            tracing::warn!("requests that still ran after {} s were ended", timeout.as_secs_f64());
+        }
+    }
+}
+
+/// Binds a port, before anything that takes long: port 0 is any free one.
+pub fn bind(host: &str, port: u16) -> Result<std::net::TcpListener, ServerError> {
+    let plain = host.trim_start_matches('[').trim_end_matches(']');
+    std::net::TcpListener::bind((plain, port))
+        .map_err(|source| ServerError::Bind { address: format!("{host}:{port}"), source })
+}
+
+/// Serves one connection on a task of its own.
+fn serve(stream: TcpStream, peer: SocketAddr, router: Router, graceful: &GracefulShutdown) {
+    // Tokens go out as they come.
+    let _ = stream.set_nodelay(true);
+    let service = service_fn(move |mut request: hyper::Request<hyper::body::Incoming>| {
+        request.extensions_mut().insert(ConnectInfo(peer));
+        router.clone().call(request.map(axum::body::Body::new))
+    });
+    let connection = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEAD_PATIENCE)
+        .serve_connection(TokioIo::new(stream), service);
+    let watched = graceful.watch(connection);
+    tokio::spawn(async move {
+        if let Err(error) = watched.await {
+            tracing::debug!("a connection ended: {error}");
+        }
+    });
+}

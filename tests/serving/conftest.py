@@ -1,0 +1,132 @@
+"""A server in a process of its own, as a user starts it, on the oracle's tiny models."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+ORACLE = Path(__file__).parent.parent / "oracle"
+ADAPTERS = ORACLE / "llama" / "adapters"
+PROMPT = [5, 40, 99, 7, 130]
+
+
+class Server:
+    """A running `manylora serve`."""
+
+    def __init__(self, flags: list[str], folder: Path, environment: dict[str, str]):
+        command = [sys.executable, "-m", "manylora", "serve", *flags]
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "MANYLORA_A"))}
+        self.process = subprocess.Popen(
+            command, cwd=folder, env=inherited | environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.lines: list[str] = []
+        listening = threading.Event()
+        self.url = ""
+
+        def read() -> None:
+            assert self.process.stderr is not None
+            for line in self.process.stderr:
+                self.lines.append(line)
+                found = re.search(r"listening on (http://\S+)", line)
+                if found:
+                    self.url = found[1]
+                    listening.set()
+            listening.set()
+
+        self.reader = threading.Thread(target=read, daemon=True)
+        self.reader.start()
+        listening.wait(60)
+        self.client = httpx.Client(base_url=self.url or "http://127.0.0.1:1", timeout=60)
+
+    @property
+    def log(self) -> str:
+        return "".join(self.lines)
+
+    def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        return self.client.post(path, json=body, headers=headers)
+
+    def complete(self, model: str | None = "base", /, **fields: Any) -> httpx.Response:
+        defaults: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        return self.post("/v1/completions", defaults | ({} if model is None else {"model": model}) | fields)
+
+    def text(self, model: str = "base", /, **fields: Any) -> str:
+        answer = self.complete(model, **fields)
+        assert answer.status_code == 200, answer.text
+        text: str = answer.json()["choices"][0]["text"]
+        return text
+
+    def load(self, name: str, path: str | Path, **fields: Any) -> httpx.Response:
+        return self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path), **fields})
+
+    def unload(self, name: str, **fields: Any) -> httpx.Response:
+        return self.post("/v1/unload_lora_adapter", {"lora_name": name, **fields})
+
+    def ids(self) -> list[str]:
+        return [model["id"] for model in self.client.get("/v1/models").json()["data"]]
+
+    def stop(self, patience: float = 20) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(patience)
+
+    def close(self) -> None:
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self.reader.join(5)
+
+
+def events(text: str) -> list[Any]:
+    """The events of a stream; the last one of a good stream is None."""
+    parsed = []
+    for block in text.split("\n\n"):
+        if block:
+            assert block.startswith("data: "), block
+            data = block.removeprefix("data: ")
+            parsed.append(None if data == "[DONE]" else json.loads(data))
+    return parsed
+
+
+StartServer = Callable[..., Server]
+
+
+def _flags(*flags: str, base: str = "llama") -> list[str]:
+    return [
+        str(ORACLE / base / "base"), "--device", "cpu", "--dtype", "float32", "--port", "0",
+        "--served-model-name", "base", "--max-lora-rank", "64", "--kv-cache-memory-bytes", str(32 << 20), *flags,
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def start_server() -> Iterator[StartServer]:
+    """Start servers; they are stopped after the test."""
+    servers: list[Server] = []
+
+    def start(*flags: str, base: str = "llama", folder: Path = ADAPTERS, **environment: str) -> Server:
+        server = Server(_flags(*flags, base=base), folder, environment)
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """One server for tests that change nothing: the adapters alpha and beta, nothing to manage."""
+    modules = ["--lora-modules", f"alpha={ADAPTERS / 'alpha'}", f"beta={ADAPTERS / 'beta'}"]
+    server = Server(_flags(*modules), ADAPTERS, {})
+    yield server
+    server.close()
