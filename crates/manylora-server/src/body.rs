@@ -80,7 +80,7 @@ mod tests {
         assert!(told.contains("line 3, column 3") && told.contains("`# no`") && told.contains("no comments"), "{told}");
         let told = message("{\"a\": 1, // x\n}");
         assert!(told.contains("line 1, column 10") && told.contains("no comments"), "{told}");
-        let told = message("{\"a\": tru}");
+        let told = message("{\"a\": +}");
         assert!(told.contains("line 1") && !told.contains("comments"), "{told}");
         assert!(message("").contains("line 1"));
         assert!(message("[1]").contains("object"));
