@@ -32,9 +32,11 @@ fn base(app: &App, name: &str) -> Value {
 
 fn adapter(app: &App, info: &AdapterInfo) -> Value {
     let created = info.created.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    let folder = || info.origin.path().map(|path| path.display().to_string());
+    let root = info.root.clone().or_else(folder);
     json!({
         "id": info.name, "object": "model", "created": created, "owned_by": "manylora",
-        "root": info.origin.path().map(|path| path.display().to_string()), "parent": app.base_name(),
+        "root": root, "parent": app.base_name(),
         "max_model_len": app.engine.info().max_model_len, "permission": permission(created),
         "version": info.version.map(|version| version.to_string()),
     })

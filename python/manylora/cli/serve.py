@@ -263,7 +263,7 @@ def _register(llm: LLM, modules: list[tuple[str, str]], base_names: list[str]) -
             raise ValidationError(f"The lora adapter '{name}' conflicts with a served base model.")
     if not modules:
         return
-    adapters = [(name, None, llm.llm_engine._path(path, name)) for name, path in modules]
+    adapters = [(name, None, llm.llm_engine._path(path, name), path) for name, path in modules]
     for result in llm._core.register_adapters(adapters):
         if isinstance(result, ManyLoRAError):
             raise result
