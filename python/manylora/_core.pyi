@@ -19,7 +19,11 @@ __version__: str
 
 def check_sampling_params(params: Any) -> tuple[float, list[str]]: ...
 def serve(
-    engine: Engine, port: Port, settings: dict[str, Any], ready: Callable[[str, int, list[str]], object]
+    engine: Engine,
+    port: Port,
+    settings: dict[str, Any],
+    ready: Callable[[str, int, list[str]], object],
+    reload: Callable[..., str] | None,
 ) -> None: ...
 
 @final

@@ -35,5 +35,5 @@ mod tokens;
 pub use config::ServerConfig;
 pub use error::ServerError;
 pub use keys::ApiKey;
-pub use listener::{Server, bind};
+pub use listener::{Control, Server, bind};
 pub use routes::router;
