@@ -112,7 +112,7 @@ impl App {
             return Err(ApiError::unavailable("the server is shutting down and takes no new requests", 5));
         }
         let before = self.pending.fetch_add(sequences, Ordering::Relaxed);
-        let mut admitted = Pending { app: Arc::clone(self), sequences, _running: None };
+        let mut admitted = Pending { app: Arc::clone(self), sequences, running: None };
         match self.config.max_pending {
             // One request alone may always run, however many samples it wants.
             Some(most) if before > 0 && before.saturating_add(sequences) > most => Err(ApiError::unavailable(
@@ -123,7 +123,7 @@ impl App {
                 1,
             )),
             _ => {
-                admitted._running = caller.admit()?;
+                admitted.running = caller.admit()?;
                 Ok(admitted)
             }
         }
@@ -156,11 +156,12 @@ pub(crate) struct Pending {
     app: Arc<App>,
     sequences: usize,
     /// Of a user who may not have any number at once.
-    _running: Option<Running>,
+    running: Option<Running>,
 }
 
 impl Drop for Pending {
     fn drop(&mut self) {
+        drop(self.running.take());
         self.app.pending.fetch_sub(self.sequences, Ordering::Relaxed);
     }
 }

@@ -58,8 +58,8 @@ def add_parser(commands: Any) -> None:
     server.add_argument(
         "--keys-file",
         metavar="FILE",
-        help="YAML or JSON list of users' keys: name, key, and perhaps adapters, base, requests_per_minute, max_concurrent and weight; "
-        "read again on SIGHUP",
+        help="YAML or JSON list of users' keys: name, key, and perhaps adapters, base, requests_per_minute, "
+        "max_concurrent and weight; read again on SIGHUP",
     )
     server.add_argument("--admin-api-key", metavar="KEY", help="key for loading, unloading and pinning adapters")
     server.add_argument("--served-model-name", nargs="+", default=[], metavar="NAME", help="names of the base")
