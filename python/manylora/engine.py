@@ -152,7 +152,7 @@ class LLMEngine:
         found = []
         for name, int_id, path in adapters:
             try:
-                found.append((name, int_id, self._path(path, name)))
+                found.append((name, int_id, self._path(path, name), path))
             except ManyLoRAError as error:
                 refused[name] = error
         for (name, *_), result in zip(found, self.core.register_adapters(found), strict=True):
@@ -303,7 +303,7 @@ class LLMEngine:
                     return name
                 if record.path == place:
                     # A further id for what is there; nothing is read for it.
-                    (result,) = self.core.register_adapters([(name, int_id, place)])
+                    (result,) = self.core.register_adapters([(name, int_id, place, lora_request.lora_path)])
                     if isinstance(result, BaseException):
                         raise result
                     return name

@@ -27,6 +27,8 @@ def test_load_query_unload_query(managed: Server) -> None:
     assert loaded.status_code == 200
     assert loaded.text == "Success: LoRA adapter 'alpha' added successfully."
     assert managed.ids() == ["base", "alpha"]
+    # As it was given.
+    assert managed.client.get("/v1/models/alpha").json()["root"] == "alpha"
     assert managed.text("alpha") != managed.text("base")
     gone = managed.unload("alpha")
     assert gone.text == "Success: LoRA adapter 'alpha' removed successfully."

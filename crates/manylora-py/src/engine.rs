@@ -122,14 +122,15 @@ impl Engine {
         self.load(py, AdapterSource { int_id, replace, ..AdapterSource::directory(name, path) }, expected)
     }
 
-    /// Registers adapters (name, integer id, folder) by their configurations and headers: a record or an exception for
+    /// Registers adapters (name, integer id, folder, what it was named by) by their configurations and headers: a record or an exception for
     /// each. They are read when a request asks for them.
     fn register_adapters(
         &self,
         py: Python<'_>,
-        adapters: Vec<(String, Option<u64>, PathBuf)>,
+        adapters: Vec<(String, Option<u64>, PathBuf, Option<String>)>,
     ) -> PyResult<Vec<Py<PyAny>>> {
-        let source = |(name, int_id, path)| AdapterSource { int_id, ..AdapterSource::directory(name, path) };
+        let source =
+            |(name, int_id, path, root)| AdapterSource { int_id, root, ..AdapterSource::directory(name, path) };
         let sources: Vec<AdapterSource> = adapters.into_iter().map(source).collect();
         let handle = self.handle.clone();
         wait_for(py, move || Ok(handle.register_adapters(&sources)))?

@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use manylora::EngineError;
-use manylora_server::{Server, ServerConfig, ServerError, bind};
+use manylora_server::{ApiKey, Control, Server, ServerConfig, ServerError, bind};
 use pyo3::prelude::*;
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -38,6 +38,8 @@ pub(crate) struct Settings {
     served_model_names: Vec<String>,
     model_root: String,
     api_keys: Vec<String>,
+    /// JSON.
+    keys: Option<String>,
     admin_api_key: Option<String>,
     allow_runtime_lora_updating: bool,
     lora_root: Option<PathBuf>,
@@ -49,9 +51,12 @@ pub(crate) struct Settings {
     shutdown_timeout: f64,
 }
 
-impl From<Settings> for ServerConfig {
-    fn from(settings: Settings) -> Self {
-        Self {
+impl Settings {
+    fn into_config(self) -> Result<ServerConfig, ServerError> {
+        let settings = self;
+        let keys = settings.keys.as_deref().map(parse_keys).transpose()?;
+        Ok(ServerConfig {
+            keys,
             host: settings.host,
             port: settings.port,
             served_model_names: settings.served_model_names,
@@ -66,16 +71,33 @@ impl From<Settings> for ServerConfig {
             max_body_bytes: settings.max_body_bytes,
             max_pending: settings.max_pending,
             shutdown_timeout: Duration::try_from_secs_f64(settings.shutdown_timeout).unwrap_or(Duration::MAX),
-        }
+        })
     }
+}
+
+/// Entries of a keys file, as JSON.
+fn parse_keys(json: &str) -> Result<Vec<ApiKey>, ServerError> {
+    serde_json::from_str(json).map_err(|error| ServerError::InvalidSetting(format!("the keys file is wrong: {error}")))
 }
 
 fn failed(py: Python<'_>, error: &ServerError) -> PyErr {
     to_python(py, &EngineError::InvalidArgument(error.to_string()))
 }
 
+fn reload_keys(control: &Control, reload: &Py<PyAny>) {
+    let read = Python::attach(|py| reload.call0(py)?.extract::<String>(py)).map_err(|error| error.to_string());
+    let taken = read.and_then(|json| {
+        parse_keys(&json).and_then(|keys| control.replace_keys(keys)).map_err(|error| error.to_string())
+    });
+    if let Err(message) = taken {
+        // What the callback itself raises has nobody to go to.
+        let _ = Python::attach(|py| reload.call1(py, (message,)));
+    }
+}
+
 /// Serves an engine on a port until SIGINT or SIGTERM comes; what runs then is finished, unless a second one comes. Once it listens,
-/// `ready(host, port, notes)` is called.
+/// `ready(host, port, notes)` is called. SIGHUP calls `reload()`, which returns the keys of the keys file as JSON; where that or they
+/// are wrong, `reload(error)` is called and the keys stay.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "what Python hands over is owned")]
 pub(crate) fn serve(
@@ -84,6 +106,7 @@ pub(crate) fn serve(
     port: &Port,
     settings: Settings,
     ready: Py<PyAny>,
+    reload: Option<Py<PyAny>>,
 ) -> PyResult<()> {
     let listener = port.0.lock().unwrap_or_else(PoisonError::into_inner).take();
     let Some(listener) = listener else {
@@ -99,12 +122,14 @@ pub(crate) fn serve(
     let served = py.detach(|| {
         runtime.block_on(async {
             let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
-            let server = match Server::on(listener, handle, settings.into()) {
+            let mut hangup = signal(SignalKind::hangup())?;
+            let server = match settings.into_config().and_then(|config| Server::on(listener, handle, config)) {
                 Ok(server) => server,
                 Err(error) => return Ok(Err(error)),
             };
             let (address, notes) = (server.address(), server.notes());
             Python::attach(|py| ready.call1(py, (address.ip().to_string(), address.port(), notes)))?;
+            let control = server.control();
             let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
             let mut running = std::pin::pin!(server.run(async {
                 // An error means that whoever could say stop is gone.
@@ -116,6 +141,12 @@ pub(crate) fn serve(
                     () = &mut running => break,
                     _ = interrupt.recv() => {}
                     _ = terminate.recv() => {}
+                    _ = hangup.recv() => {
+                        if let Some(reload) = &reload {
+                            reload_keys(&control, reload);
+                        }
+                        continue;
+                    }
                 }
                 match stop.take() {
                     Some(stop) => drop(stop.send(())),

@@ -77,7 +77,7 @@ pub(crate) async fn load(
         .about("expected_version"));
     }
     let path = app.lora_root.resolve(&name, &given)?;
-    let source = AdapterSource { replace, ..AdapterSource::directory(name.clone(), path) };
+    let source = AdapterSource { replace, root: Some(given), ..AdapterSource::directory(name.clone(), path) };
     let before = app.engine.adapter(&name).ok().and_then(|info| info.version);
     let outcome = {
         let app = Arc::clone(&app);

@@ -1,14 +1,16 @@
 //! What all routes share: the engine, the settings, and how many sequences are on their way.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use manylora::{EngineError, EngineHandle};
+use manylora::{EngineError, EngineHandle, Share};
 
 use crate::auth::Keys;
 use crate::config::ServerConfig;
 use crate::error::{ApiError, ServerError};
+use crate::keys::{ApiKey, Caller, Running};
 use crate::resolver::Resolver;
 use crate::roots::LoraRoot;
 
@@ -40,7 +42,8 @@ impl std::fmt::Debug for App {
 impl App {
     pub(crate) fn new(engine: EngineHandle, config: ServerConfig) -> Result<Arc<Self>, ServerError> {
         let mut names = config.served_model_names.clone();
-        names.dedup();
+        let mut seen = HashSet::new();
+        names.retain(|name| seen.insert(name.clone()));
         if let Some(blank) = names.iter().find(|name| name.trim().is_empty()) {
             return Err(ServerError::InvalidSetting(format!("served_model_name {blank:?} is blank; give a name")));
         }
@@ -55,7 +58,7 @@ impl App {
         }
         let (keys, lora_root) = (Keys::new(&config)?, LoraRoot::new(&config)?);
         let resolver = config.lora_resolve_root.as_deref().map(Resolver::new).transpose()?;
-        Ok(Arc::new(Self {
+        let app = Arc::new(Self {
             resolver,
             engine,
             config,
@@ -66,7 +69,24 @@ impl App {
             pending: AtomicUsize::new(0),
             load: AtomicUsize::new(0),
             draining: AtomicBool::new(false),
-        }))
+        });
+        app.share()?;
+        Ok(app)
+    }
+
+    /// Takes the keys of a keys file in place of those before.
+    pub(crate) fn replace_keys(&self, keys: Vec<ApiKey>) -> Result<(), ServerError> {
+        self.keys.replace(keys)?;
+        self.share()
+    }
+
+    /// Tells the engine what share of the service each user has.
+    fn share(&self) -> Result<(), ServerError> {
+        for (tenant, weight) in self.keys.weights() {
+            let set = self.engine.set_weight(Share::Tenant(&tenant), weight);
+            set.map_err(|error| ServerError::InvalidSetting(error.to_string()))?;
+        }
+        Ok(())
     }
 
     /// The name that answers have for the base.
@@ -87,12 +107,12 @@ impl App {
     }
 
     /// Admits `sequences` more, unless there are too many or the server is about to end.
-    pub(crate) fn admit(self: &Arc<Self>, sequences: usize) -> Result<Pending, ApiError> {
+    pub(crate) fn admit(self: &Arc<Self>, caller: &Caller, sequences: usize) -> Result<Pending, ApiError> {
         if self.is_draining() {
             return Err(ApiError::unavailable("the server is shutting down and takes no new requests", 5));
         }
         let before = self.pending.fetch_add(sequences, Ordering::Relaxed);
-        let admitted = Pending { app: Arc::clone(self), sequences };
+        let mut admitted = Pending { app: Arc::clone(self), sequences, running: None };
         match self.config.max_pending {
             // One request alone may always run, however many samples it wants.
             Some(most) if before > 0 && before.saturating_add(sequences) > most => Err(ApiError::unavailable(
@@ -102,7 +122,10 @@ impl App {
                 ),
                 1,
             )),
-            _ => Ok(admitted),
+            _ => {
+                admitted.running = caller.admit()?;
+                Ok(admitted)
+            }
         }
     }
 
@@ -132,10 +155,13 @@ impl App {
 pub(crate) struct Pending {
     app: Arc<App>,
     sequences: usize,
+    /// Of a user who may not have any number at once.
+    running: Option<Running>,
 }
 
 impl Drop for Pending {
     fn drop(&mut self) {
+        drop(self.running.take());
         self.app.pending.fetch_sub(self.sequences, Ordering::Relaxed);
     }
 }

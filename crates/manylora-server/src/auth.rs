@@ -5,35 +5,29 @@
 //! there.
 
 use std::net::{IpAddr, SocketAddr};
-
-use axum::http::{HeaderMap, header};
-use sha2::{Digest as _, Sha256};
+use std::sync::{Arc, PoisonError, RwLock};
 
 use crate::config::ServerConfig;
 use crate::error::{ApiError, ServerError};
+use crate::keys::{ApiKey, Caller, User, digest, same};
+use axum::http::{HeaderMap, header};
 
 /// Headers that only a proxy adds.
 const OF_PROXIES: [&str; 3] = ["forwarded", "x-real-ip", "via"];
 const OF_PROXIES_PREFIX: &str = "x-forwarded-";
 
-/// The keys, as digests: comparing those tells nothing of the keys by the time that it takes.
+/// The keys.
 #[derive(Debug)]
 pub(crate) struct Keys {
-    users: Vec<[u8; 32]>,
+    /// Keys that are only keys, then those of the keys file.
+    users: RwLock<Vec<Arc<User>>>,
+    /// Whether users need one, also where a keys file has none left.
+    needed: bool,
     admin: Option<[u8; 32]>,
     /// Whether the admin key was made here, because none was given and the address is not only for this machine.
     pub(crate) generated: Option<String>,
     /// Whether management goes without a key, by the loopback rule.
     pub(crate) loopback_rule: bool,
-}
-
-fn digest(key: &str) -> [u8; 32] {
-    Sha256::digest(key.as_bytes()).into()
-}
-
-/// Compares all of it whatever the first difference.
-fn same(a: &[u8; 32], b: &[u8; 32]) -> bool {
-    a.iter().zip(b).fold(0, |all, (a, b)| all | (a ^ b)) == 0
 }
 
 /// Whether a host name or address means this machine only.
@@ -72,27 +66,62 @@ impl Keys {
         let loopback_rule = config.allow_runtime_lora_updating
             && config.admin_api_key.is_none()
             && config.api_keys.is_empty()
+            && config.keys.is_none()
             && is_loopback(&config.host);
         let mut generated = None;
         if config.allow_runtime_lora_updating && config.admin_api_key.is_none() && !loopback_rule {
             generated = Some(random_key()?);
         }
         let admin = config.admin_api_key.as_deref().or(generated.as_deref()).map(digest);
-        Ok(Self { users: config.api_keys.iter().map(|key| digest(key)).collect(), admin, generated, loopback_rule })
+        let plain: Vec<Arc<User>> = config.api_keys.iter().map(|key| Arc::new(User::plain(key))).collect();
+        let needed = !plain.is_empty() || config.keys.is_some();
+        let keys = Self { users: RwLock::new(plain), needed, admin, generated, loopback_rule };
+        keys.replace(config.keys.clone().unwrap_or_default())?;
+        Ok(keys)
     }
 
-    /// Whether somebody may use the API.
-    pub(crate) fn check_user(&self, headers: &HeaderMap) -> Result<(), ApiError> {
-        if self.users.is_empty() {
-            return Ok(());
+    /// Takes the keys of a keys file in place of those that it had before; if one is wrong nothing changes.
+    pub(crate) fn replace(&self, keys: Vec<ApiKey>) -> Result<(), ServerError> {
+        let mut users = self.users.write().unwrap_or_else(PoisonError::into_inner);
+        let mut next: Vec<Arc<User>> = users.iter().filter(|user| user.tenant().is_none()).cloned().collect();
+        for key in keys {
+            let (name, given) = (key.name.clone(), digest(&key.key));
+            if self.admin.as_ref().is_some_and(|admin| same(admin, &given)) || next.iter().any(|user| user.is(&given)) {
+                return Err(ServerError::InvalidSetting(format!(
+                    "the key of `{name}` is also another's, or the admin's; give each a key of its own"
+                )));
+            }
+            if next.iter().any(|user| user.tenant() == Some(&name)) {
+                return Err(ServerError::InvalidSetting(format!(
+                    "`{name}` has two keys; give each key a name of its own"
+                )));
+            }
+            next.push(Arc::new(User::named(key, &users)?));
+        }
+        *users = next;
+        Ok(())
+    }
+
+    /// Shares of a fair service, by tenant.
+    pub(crate) fn weights(&self) -> Vec<(String, f64)> {
+        let users = self.users.read().unwrap_or_else(PoisonError::into_inner);
+        users.iter().filter_map(|user| Some((user.tenant()?.to_owned(), user.weight().unwrap_or(1.0)))).collect()
+    }
+
+    /// Who sends a request, if whoever that is may use the API.
+    pub(crate) fn identify(&self, headers: &HeaderMap) -> Result<Caller, ApiError> {
+        if !self.needed {
+            return Ok(Caller::default());
         }
         let Some(given) = bearer(headers) else {
             return Err(ApiError::unauthorized("the header `Authorization: Bearer KEY` is missing"));
         };
         let given = digest(given);
+        let users = self.users.read().unwrap_or_else(PoisonError::into_inner);
         // All of them are compared, whichever fits.
-        let known = self.users.iter().fold(false, |known, key| known | same(key, &given));
-        if known { Ok(()) } else { Err(ApiError::unauthorized("the key in the header `Authorization` is not known")) }
+        let known = users.iter().fold(None, |known, user| if user.is(&given) { Some(user) } else { known });
+        let unknown = || ApiError::unauthorized("the key in the header `Authorization` is not known");
+        known.map(|user| Caller(Some(Arc::clone(user)))).ok_or_else(unknown)
     }
 
     /// Whether somebody may change which adapters there are.
@@ -212,8 +241,8 @@ mod tests {
             config.admin_api_key = Some("admin".to_owned());
         });
         let with = |key: &str| headers(&[("authorization", &format!("Bearer {key}")), ("host", "localhost")]);
-        assert!(keys.check_user(&with("user")).is_ok() && keys.check_user(&with("other")).is_ok());
-        assert!(keys.check_user(&with("admin")).is_err() && keys.check_user(&headers(&[])).is_err());
+        assert!(keys.identify(&with("user")).is_ok() && keys.identify(&with("other")).is_ok());
+        assert!(keys.identify(&with("admin")).is_err() && keys.identify(&headers(&[])).is_err());
         assert!(keys.check_admin(&with("admin"), LOCAL).is_ok());
         assert!(keys.check_admin(&with("user"), LOCAL).is_err());
         assert!(keys.check_admin(&headers(&[("host", "localhost")]), LOCAL).is_err());

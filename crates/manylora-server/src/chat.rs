@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use axum::Extension;
 use axum::body::Body;
 use axum::extract::State;
 use axum::http::HeaderMap;
@@ -19,6 +20,7 @@ use crate::error::ApiError;
 use crate::events::{self, Events, StreamOptions, Writer};
 use crate::fields::Fields;
 use crate::generation::Generation;
+use crate::keys::Caller;
 use crate::logprobs::{self, ChatLogprobs, Speller};
 use crate::sampling;
 use crate::target::{self, Target};
@@ -88,8 +90,8 @@ struct Asked {
     priority: i64,
 }
 
-fn read(app: &App, fields: &mut Fields) -> Result<Asked, ApiError> {
-    let target = target::read(app, fields)?;
+fn read(app: &App, caller: &Caller, fields: &mut Fields) -> Result<Asked, ApiError> {
+    let target = target::read(app, caller, fields)?;
     let stream = StreamOptions::read(fields)?;
     let generation = app.config.use_generation_config.then(|| &app.engine.info().generation);
     let mut params = sampling::read(fields, generation)?;
@@ -147,11 +149,16 @@ fn refuse_tools(fields: &mut Fields) -> Result<(), ApiError> {
 }
 
 /// The route.
-pub(crate) async fn create(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Result<Response, ApiError> {
+pub(crate) async fn create(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    headers: HeaderMap,
+    body: Body,
+) -> Result<Response, ApiError> {
     let answering = app.answering();
     let mut fields = body::read(&headers, body, app.config.max_body_bytes).await?;
-    target::resolve(&app, &fields).await?;
-    let asked = read(&app, &mut fields)?;
+    target::resolve(&app, &caller, &fields).await?;
+    let asked = read(&app, &caller, &mut fields)?;
     let (add_special_tokens, samples) = (asked.conversation.add_special_tokens, asked.params.n);
     let echoed = if asked.echo { last_content(&asked.conversation.messages) } else { String::new() };
     let text = asked.conversation.render(&app).await?;
@@ -162,9 +169,9 @@ pub(crate) async fn create(State(app): State<Arc<App>>, headers: HeaderMap, body
         adapters: asked.target.adapters,
         priority: asked.priority,
         cache_salt: asked.cache_salt,
-        tenant: None,
+        tenant: caller.tenant(),
     };
-    let generation = Generation::start(&app, vec![request], asked.stream.is_some()).await?;
+    let generation = Generation::start((&app, &caller), vec![request], asked.stream.is_some()).await?;
     let version = generation.version.clone();
     let mut maker = Maker {
         id: answer::fresh_id("chatcmpl-"),

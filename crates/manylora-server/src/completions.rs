@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use axum::Extension;
 use axum::body::Body;
 use axum::extract::State;
 use axum::http::HeaderMap;
@@ -17,6 +18,7 @@ use crate::error::ApiError;
 use crate::events::{self, Events, StreamOptions, Writer};
 use crate::fields::{Fields, tokens};
 use crate::generation::Generation;
+use crate::keys::Caller;
 use crate::logprobs::{self, CompletionLogprobs, Speller};
 use crate::sampling;
 use crate::target::{self, Target};
@@ -129,9 +131,9 @@ pub(crate) fn cache_salt(fields: &mut Fields) -> Result<Option<String>, ApiError
     }
 }
 
-fn read(app: &App, fields: &mut Fields) -> Result<Asked, ApiError> {
+fn read(app: &App, caller: &Caller, fields: &mut Fields) -> Result<Asked, ApiError> {
     // First, so that a wrong name is what a request with a wrong name is told.
-    let target = target::read(app, fields)?;
+    let target = target::read(app, caller, fields)?;
     let stream = StreamOptions::read(fields)?;
     let generation = app.config.use_generation_config.then(|| &app.engine.info().generation);
     let mut params = sampling::read(fields, generation)?;
@@ -180,12 +182,17 @@ fn read(app: &App, fields: &mut Fields) -> Result<Asked, ApiError> {
 }
 
 /// The route.
-pub(crate) async fn create(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Result<Response, ApiError> {
+pub(crate) async fn create(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    headers: HeaderMap,
+    body: Body,
+) -> Result<Response, ApiError> {
     let answering = app.answering();
     let mut fields = body::read(&headers, body, app.config.max_body_bytes).await?;
-    target::resolve(&app, &fields).await?;
+    target::resolve(&app, &caller, &fields).await?;
     let Asked { target, prompts, params, echo, logprobs, stream, shape, cache_salt, priority } =
-        read(&app, &mut fields)?;
+        read(&app, &caller, &mut fields)?;
     let samples = params.n;
     let texts = prompts.iter().map(|prompt| match prompt {
         Prompt::Text { text, .. } if echo.prompt => Some(text.clone()),
@@ -198,10 +205,10 @@ pub(crate) async fn create(State(app): State<Arc<App>>, headers: HeaderMap, body
         adapters: target.adapters.clone(),
         priority,
         cache_salt: cache_salt.clone(),
-        tenant: None,
+        tenant: caller.tenant(),
     };
     let requests = prompts.into_iter().map(request).collect();
-    let generation = Generation::start(&app, requests, stream.is_some()).await?;
+    let generation = Generation::start((&app, &caller), requests, stream.is_some()).await?;
     let version = generation.version.clone();
     let mut maker = Maker {
         id: answer::fresh_id("cmpl-"),

@@ -3,6 +3,8 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::keys::ApiKey;
+
 /// Configuration of a [`crate::Server`] or [`crate::router`].
 #[derive(Clone, Debug)]
 pub struct ServerConfig {
@@ -17,6 +19,9 @@ pub struct ServerConfig {
     /// Keys of which every request but those to `/health`, `/ping`, `/version`, `/load` and `/metrics` needs one; empty = none is
     /// needed.
     pub api_keys: Vec<String>,
+    /// Keys with names and limits of their own, beside `api_keys`; they can be replaced while the server runs. None = there are
+    /// none, an empty list lets nobody in.
+    pub keys: Option<Vec<ApiKey>>,
     /// Key that loading, unloading and pinning need.
     pub admin_api_key: Option<String>,
     /// Whether adapters can be loaded, unloaded and pinned over HTTP at all.
@@ -46,6 +51,7 @@ impl Default for ServerConfig {
             served_model_names: Vec::new(),
             model_root: String::new(),
             api_keys: Vec::new(),
+            keys: None,
             admin_api_key: None,
             allow_runtime_lora_updating: false,
             lora_root: None,

@@ -94,6 +94,12 @@ impl ApiError {
         Self { retry_after: Some(retry_after), ..error }
     }
 
+    /// Whoever asks has asked too often, or for too much at once.
+    pub(crate) fn too_many(message: impl Into<String>, retry_after: u32) -> Self {
+        let error = Self::new(StatusCode::TOO_MANY_REQUESTS, "RateLimitError", message);
+        Self { retry_after: Some(retry_after), ..error }
+    }
+
     /// Our own fault.
     pub(crate) fn internal(message: impl Into<String>) -> Self {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, "InternalServerError", message)

@@ -9,6 +9,7 @@ use manylora::{Delta, EngineError, GenerateRequest, RequestStream};
 
 use crate::app::{App, Pending};
 use crate::error::ApiError;
+use crate::keys::Caller;
 
 /// A request's stream, with the number of its prompt.
 struct Tagged {
@@ -40,11 +41,11 @@ impl Generation {
     /// Submits requests and waits for the first news, so that whatever keeps them from running is told before any byte of
     /// an answer. With `streaming` false each sample arrives whole.
     pub(crate) async fn start(
-        app: &Arc<App>,
+        (app, caller): (&Arc<App>, &Caller),
         requests: Vec<GenerateRequest>,
         streaming: bool,
     ) -> Result<Self, ApiError> {
-        let pending = app.admit(requests.iter().map(|request| request.params.n).sum())?;
+        let pending = app.admit(caller, requests.iter().map(|request| request.params.n).sum())?;
         let streams = app.blocking(move |app| app.engine.submit_all(requests, streaming)).await?;
         let prompts = streams.iter().map(|stream| stream.prompt_token_ids().to_vec()).collect();
         let bound = streams.first().and_then(|stream| stream.adapter_versions().first().cloned());

@@ -18,12 +18,26 @@ use tower_service::Service;
 use crate::app::App;
 use crate::config::ServerConfig;
 use crate::error::ServerError;
+use crate::keys::ApiKey;
 use crate::routes::routes;
 
 /// How long a client may take to send the head of a request, or to keep an idle connection.
 const HEAD_PATIENCE: Duration = Duration::from_secs(75);
 /// How long to wait before accepting again when the system has no descriptor left.
 const OUT_OF_DESCRIPTORS: Duration = Duration::from_millis(100);
+
+/// Changes a server that runs.
+#[derive(Clone, Debug)]
+pub struct Control {
+    app: Arc<App>,
+}
+
+impl Control {
+    /// Takes `keys` in place of [`ServerConfig::keys`]; if one is wrong nothing changes. Requests that run go on.
+    pub fn replace_keys(&self, keys: Vec<ApiKey>) -> Result<(), ServerError> {
+        self.app.replace_keys(keys)
+    }
+}
 
 /// A server that listens.
 #[derive(Debug)]
@@ -88,6 +102,11 @@ impl Server {
             }
         }
         notes
+    }
+
+    /// What changes a server that runs.
+    pub fn control(&self) -> Control {
+        Control { app: Arc::clone(&self.app) }
     }
 
     /// Answers requests until `stop` resolves, then takes no new ones and waits for those that run, up to

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::UNIX_EPOCH;
 
+use axum::Extension;
 use axum::extract::{Path, State};
 use axum::response::Response;
 use manylora::AdapterInfo;
@@ -11,6 +12,7 @@ use serde_json::{Value, json};
 use crate::answer;
 use crate::app::App;
 use crate::error::ApiError;
+use crate::keys::Caller;
 use crate::target;
 
 fn permission(created: u64) -> Value {
@@ -32,29 +34,38 @@ fn base(app: &App, name: &str) -> Value {
 
 fn adapter(app: &App, info: &AdapterInfo) -> Value {
     let created = info.created.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    let folder = || info.origin.path().map(|path| path.display().to_string());
+    let root = info.root.clone().or_else(folder);
     json!({
         "id": info.name, "object": "model", "created": created, "owned_by": "manylora",
-        "root": info.origin.path().map(|path| path.display().to_string()), "parent": app.base_name(),
+        "root": root, "parent": app.base_name(),
         "max_model_len": app.engine.info().max_model_len, "permission": permission(created),
         "version": info.version.map(|version| version.to_string()),
     })
 }
 
 /// The list.
-pub(crate) async fn list(State(app): State<Arc<App>>) -> Response {
+pub(crate) async fn list(State(app): State<Arc<App>>, Extension(caller): Extension<Caller>) -> Response {
     let mut adapters = app.engine.list_adapters();
+    adapters.retain(|info| caller.may_name(&info.name));
     adapters.sort_by(|a, b| (a.created, &a.name).cmp(&(b.created, &b.name)));
-    let bases = app.names.iter().map(|name| base(&app, name));
+    let names = if caller.may_ask_base() { app.names.as_slice() } else { &[] };
+    let bases = names.iter().map(|name| base(&app, name));
     let data: Vec<Value> = bases.chain(adapters.iter().map(|info| adapter(&app, info))).collect();
     answer::json(&json!({"object": "list", "data": data}))
 }
 
 /// One of them. Names may have slashes.
-pub(crate) async fn get(State(app): State<Arc<App>>, Path(name): Path<String>) -> Result<Response, ApiError> {
-    let found = if app.names.contains(&name) {
+pub(crate) async fn get(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    Path(name): Path<String>,
+) -> Result<Response, ApiError> {
+    let found = if app.names.contains(&name) && caller.may_ask_base() {
         base(&app, &name)
     } else {
-        let info = app.engine.adapter(&name).map_err(|_| target::unknown(&app, &name))?;
+        let info = app.engine.adapter(&name).ok().filter(|_| caller.may_name(&name));
+        let info = info.ok_or_else(|| target::unknown(&app, &caller, &name))?;
         adapter(&app, &info)
     };
     Ok(answer::json(&found))

@@ -64,7 +64,9 @@ impl Resolver {
             return miss.error(name).map_or(Ok(()), Err);
         }
         let miss = match self.find(name) {
-            Ok(path) => match engine.register_adapter(AdapterSource::directory(name, path)) {
+            Ok(path) => match engine
+                .register_adapter(AdapterSource { root: Some(name.to_owned()), ..AdapterSource::directory(name, path) })
+            {
                 Ok(_) => {
                     self.lock().remove(name);
                     return Ok(());

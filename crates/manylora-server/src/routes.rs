@@ -50,9 +50,12 @@ pub(crate) fn routes(app: &Arc<App>) -> Router {
         .with_state(Arc::clone(app))
 }
 
-async fn only_users(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
-    match app.keys.check_user(request.headers()) {
-        Ok(()) => next.run(request).await,
+async fn only_users(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
+    match app.keys.identify(request.headers()) {
+        Ok(caller) => {
+            request.extensions_mut().insert(caller);
+            next.run(request).await
+        }
         Err(error) => error.into_response(),
     }
 }

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use axum::Extension;
 use axum::body::Body;
 use axum::extract::State;
 use axum::http::HeaderMap;
@@ -14,17 +15,19 @@ use crate::app::App;
 use crate::body;
 use crate::chat::Conversation;
 use crate::error::ApiError;
+use crate::keys::Caller;
 use crate::target;
 
 /// Token ids of a prompt, or of messages through the chat template.
 pub(crate) async fn tokenize(
     State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, ApiError> {
     let mut fields = body::read(&headers, body, app.config.max_body_bytes).await?;
-    target::resolve(&app, &fields).await?;
-    target::read(&app, &mut fields)?;
+    target::resolve(&app, &caller, &fields).await?;
+    target::read(&app, &caller, &mut fields)?;
     let spelled = fields.flag("return_token_strs")?.unwrap_or(false);
     let (text, add_special_tokens) = if let Some(text) = fields.text("prompt")? {
         (text, fields.flag("add_special_tokens")?.unwrap_or(true))
@@ -50,12 +53,13 @@ pub(crate) async fn tokenize(
 /// Text of token ids.
 pub(crate) async fn detokenize(
     State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, ApiError> {
     let mut fields = body::read(&headers, body, app.config.max_body_bytes).await?;
-    target::resolve(&app, &fields).await?;
-    target::read(&app, &mut fields)?;
+    target::resolve(&app, &caller, &fields).await?;
+    target::read(&app, &caller, &mut fields)?;
     let Some(tokens) = fields.tokens("tokens")? else {
         return Err(ApiError::bad_request("`tokens` is missing; give an array of token ids").about("tokens"));
     };

@@ -26,12 +26,15 @@ pub struct AdapterSource {
     pub origin: AdapterOrigin,
     /// Whether other content under the same name replaces the old version for requests admitted from then on.
     pub replace: bool,
+    /// What people named it by (a relative path, a hub id), if not by the folder itself.
+    pub root: Option<String>,
 }
 
 impl AdapterSource {
     /// A PEFT folder under a name.
     pub fn directory(name: impl Into<String>, path: impl Into<PathBuf>) -> Self {
-        Self { name: name.into(), int_id: None, origin: AdapterOrigin::Directory(path.into()), replace: false }
+        let origin = AdapterOrigin::Directory(path.into());
+        Self { name: name.into(), int_id: None, origin, replace: false, root: None }
     }
 
     /// An adapter in memory under a name: what `adapter_config.json` would say, and the tensors that
@@ -39,7 +42,7 @@ impl AdapterSource {
     /// candle's). It is refused or applied as one from a folder is, and has the same version.
     pub fn memory(name: impl Into<String>, config: Value, tensors: BTreeMap<String, MemoryTensor>) -> Self {
         let origin = AdapterOrigin::Memory(Some(Arc::new(AdapterTensors { config, tensors })));
-        Self { name: name.into(), int_id: None, origin, replace: false }
+        Self { name: name.into(), int_id: None, origin, replace: false, root: None }
     }
 
     /// What stays of it once its content is packed: a folder can be read again, given tensors are not kept.
@@ -48,7 +51,8 @@ impl AdapterSource {
             AdapterOrigin::Directory(path) => AdapterOrigin::Directory(path.clone()),
             AdapterOrigin::Memory(_) => AdapterOrigin::Memory(None),
         };
-        Self { name: self.name.clone(), int_id: self.int_id, origin, replace: self.replace }
+        let Self { name, int_id, replace, root, .. } = self;
+        Self { name: name.clone(), int_id: *int_id, origin, replace: *replace, root: root.clone() }
     }
 }
 
@@ -109,6 +113,8 @@ pub struct AdapterInfo {
     pub int_ids: Vec<u64>,
     /// Where it came from; of given tensors nothing is kept here.
     pub origin: AdapterOrigin,
+    /// What it was named by, where that was not its folder.
+    pub root: Option<String>,
     /// Its version: the digest of tensors and effective configuration; None until its tensors were read once.
     pub version: Option<Digest>,
     /// When this content was put under its name.

@@ -7,7 +7,11 @@ import json
 import logging
 import os
 import signal
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from manylora import _core
 from manylora.arguments import ARGUMENTS, Argument, Kind, Treatment
@@ -51,6 +55,12 @@ def add_parser(commands: Any) -> None:
     server.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     server.add_argument("--port", type=_port, default=8000, help="port to listen on; 0 = any free one (default: 8000)")
     server.add_argument("--api-key", action="append", default=[], metavar="KEY", help="key of users; may be repeated")
+    server.add_argument(
+        "--keys-file",
+        metavar="FILE",
+        help="YAML or JSON list of users' keys: name, key, and perhaps adapters, base, requests_per_minute, "
+        "max_concurrent and weight; read again on SIGHUP",
+    )
     server.add_argument("--admin-api-key", metavar="KEY", help="key for loading, unloading and pinning adapters")
     server.add_argument("--served-model-name", nargs="+", default=[], metavar="NAME", help="names of the base")
     server.add_argument(
@@ -184,6 +194,39 @@ def lora_module(text: str) -> tuple[str, str] | None:
     return entry["name"], entry["path"]
 
 
+def read_keys(path: str) -> str:
+    """Read a keys file: a list of entries, or an object with such a list as `keys`. What they hold is checked natively.
+
+    Returns:
+        The list as JSON.
+
+    Raises:
+        ValidationError: the file cannot be read, or holds something else.
+
+    """
+    try:
+        # JSON is YAML too.
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ValidationError(f"the keys file `{path}` cannot be read: {error}") from error
+    entries = content.get("keys") if isinstance(content, dict) else content
+    if not isinstance(entries, list):
+        raise ValidationError(f"the keys file `{path}` must hold a list of keys, or an object with one as `keys`")
+    return json.dumps(entries)
+
+
+def _reload(path: str) -> Callable[..., str]:
+    def reload(error: str | None = None) -> str:
+        if error is not None:
+            logger.error("the keys file was read again and not taken, the keys stay as they were: %s", error)
+            return ""
+        keys = read_keys(path)
+        logger.info("reading the keys file `%s` again", path)
+        return keys
+
+    return reload
+
+
 def _from_environment(name: str) -> str | None:
     return os.environ.get(f"MANYLORA_{name}") or os.environ.get(f"VLLM_{name}")
 
@@ -231,6 +274,7 @@ def run(arguments: argparse.Namespace) -> int:
         "served_model_names": arguments.served_model_name or [model],
         "model_root": model,
         "api_keys": arguments.api_key or ([environment_key] if environment_key else []),
+        "keys": read_keys(arguments.keys_file) if arguments.keys_file else None,
         "admin_api_key": arguments.admin_api_key,
         "allow_runtime_lora_updating": allow,
         "lora_root": arguments.lora_root,
@@ -253,7 +297,7 @@ def run(arguments: argparse.Namespace) -> int:
         _register(llm, modules, settings["served_model_names"])
         # The server handles them from here on; Python's own handler would raise beside it.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        _core.serve(llm._core, port, settings, _ready)
+        _core.serve(llm._core, port, settings, _ready, _reload(arguments.keys_file) if arguments.keys_file else None)
     return 0
 
 
@@ -263,7 +307,7 @@ def _register(llm: LLM, modules: list[tuple[str, str]], base_names: list[str]) -
             raise ValidationError(f"The lora adapter '{name}' conflicts with a served base model.")
     if not modules:
         return
-    adapters = [(name, None, llm.llm_engine._path(path, name)) for name, path in modules]
+    adapters = [(name, None, llm.llm_engine._path(path, name), path) for name, path in modules]
     for result in llm._core.register_adapters(adapters):
         if isinstance(result, ManyLoRAError):
             raise result

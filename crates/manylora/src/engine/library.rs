@@ -297,6 +297,7 @@ impl Library {
             name: shelved.source.name.clone(),
             int_ids: shelved.source.int_id.into_iter().collect(),
             origin: shelved.source.origin.clone(),
+            root: shelved.source.root.clone(),
             version: shelved.version,
             created: SystemTime::now(),
             report: Arc::clone(&shelved.report),

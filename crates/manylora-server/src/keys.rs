@@ -1,0 +1,264 @@
+//! Users' keys: which adapters each may name, how much it may ask for at once and per minute, and its share of the service.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use serde::Deserialize;
+use sha2::{Digest as _, Sha256};
+
+use crate::error::{ApiError, ServerError};
+
+/// A user's key and what it may do: an entry of a keys file.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ApiKey {
+    /// Whose it is: the tenant that its requests are charged to in a fair service.
+    pub name: String,
+    /// The key itself.
+    pub key: String,
+    /// Adapters that it may name and see, `*` at the end of one for all that begin so; None = all.
+    #[serde(default)]
+    pub adapters: Option<Vec<String>>,
+    /// Whether it may ask the base.
+    #[serde(default = "yes")]
+    pub base: bool,
+    /// Requests per minute, in bursts of as many; None = no limit.
+    #[serde(default)]
+    pub requests_per_minute: Option<f64>,
+    /// Requests at once; None = no limit.
+    #[serde(default)]
+    pub max_concurrent: Option<usize>,
+    /// Its share of a fair service, where others have 1.
+    #[serde(default)]
+    pub weight: Option<f64>,
+}
+
+fn yes() -> bool {
+    true
+}
+
+impl ApiKey {
+    fn check(&self) -> Result<(), ServerError> {
+        let wrong = |what: String| Err(ServerError::InvalidSetting(format!("key of `{}`: {what}", self.name)));
+        if self.name.trim().is_empty() {
+            return wrong("its name is blank; say whose it is".to_owned());
+        }
+        if self.key.trim().is_empty() {
+            return wrong("the key is blank".to_owned());
+        }
+        if let Some(rate) = self.requests_per_minute.filter(|rate| !(rate.is_finite() && *rate > 0.0)) {
+            return wrong(format!("requests_per_minute must be positive, got `{rate}`; leave it out for no limit"));
+        }
+        if self.max_concurrent == Some(0) {
+            return wrong("max_concurrent must be at least 1; leave it out for no limit".to_owned());
+        }
+        if let Some(weight) = self.weight.filter(|weight| !(weight.is_finite() && *weight > 0.0)) {
+            return wrong(format!("weight must be positive, got `{weight}`"));
+        }
+        Ok(())
+    }
+}
+
+/// Digest of a key: comparing digests tells nothing of keys by the time that it takes.
+pub(crate) fn digest(key: &str) -> [u8; 32] {
+    Sha256::digest(key.as_bytes()).into()
+}
+
+/// Compares all of it whatever the first difference.
+pub(crate) fn same(a: &[u8; 32], b: &[u8; 32]) -> bool {
+    a.iter().zip(b).fold(0, |all, (a, b)| all | (a ^ b)) == 0
+}
+
+/// A key in use.
+#[derive(Debug)]
+pub(crate) struct User {
+    digest: [u8; 32],
+    /// None for a key that is only a key.
+    named: Option<ApiKey>,
+    running: Arc<AtomicUsize>,
+    allowance: Arc<Mutex<Allowance>>,
+}
+
+/// Requests that may be made now, and when that was so.
+#[derive(Debug)]
+struct Allowance {
+    left: f64,
+    since: Instant,
+}
+
+impl User {
+    /// A key that may do all that users may.
+    pub(crate) fn plain(key: &str) -> Self {
+        Self { digest: digest(key), named: None, running: Arc::default(), allowance: Self::fresh(0.0) }
+    }
+
+    /// A key of a keys file. What its owner has running, and has used up, stays from `before`.
+    pub(crate) fn named(key: ApiKey, before: &[Arc<Self>]) -> Result<Self, ServerError> {
+        key.check()?;
+        let known = before.iter().find(|user| user.tenant() == Some(&key.name));
+        let (running, allowance) = match known {
+            Some(user) => (Arc::clone(&user.running), Arc::clone(&user.allowance)),
+            None => (Arc::default(), Self::fresh(key.requests_per_minute.unwrap_or(0.0))),
+        };
+        Ok(Self { digest: digest(&key.key), named: Some(key), running, allowance })
+    }
+
+    fn fresh(left: f64) -> Arc<Mutex<Allowance>> {
+        Arc::new(Mutex::new(Allowance { left, since: Instant::now() }))
+    }
+
+    pub(crate) fn is(&self, given: &[u8; 32]) -> bool {
+        same(&self.digest, given)
+    }
+
+    /// Whom its requests are charged to.
+    pub(crate) fn tenant(&self) -> Option<&str> {
+        self.named.as_ref().map(|key| key.name.as_str())
+    }
+
+    pub(crate) fn weight(&self) -> Option<f64> {
+        self.named.as_ref().and_then(|key| key.weight)
+    }
+
+    fn may_name(&self, adapter: &str) -> bool {
+        let Some(allowed) = self.named.as_ref().and_then(|key| key.adapters.as_ref()) else { return true };
+        allowed.iter().any(|pattern| match pattern.strip_suffix('*') {
+            Some(beginning) => adapter.starts_with(beginning),
+            None => adapter == pattern,
+        })
+    }
+
+    /// Lets one more request run, or says how long to wait.
+    fn admit(self: &Arc<Self>) -> Result<Running, ApiError> {
+        let Some(key) = &self.named else { return Ok(Running(Arc::clone(&self.running))) };
+        let running = {
+            self.running.fetch_add(1, Ordering::Relaxed);
+            Running(Arc::clone(&self.running))
+        };
+        if let Some(most) = key.max_concurrent
+            && self.running.load(Ordering::Relaxed) > most
+        {
+            return Err(ApiError::too_many(
+                format!(
+                    "`{}` has `{most}` requests running, and may have no more at once; try again in a moment",
+                    key.name
+                ),
+                1,
+            ));
+        }
+        if let Some(rate) = key.requests_per_minute {
+            let mut allowance = self.allowance.lock().unwrap_or_else(PoisonError::into_inner);
+            let now = Instant::now();
+            let earned = now.duration_since(allowance.since).as_secs_f64() * rate / 60.0;
+            // A rate below one request a minute still allows one.
+            *allowance = Allowance { left: (allowance.left + earned).min(rate.max(1.0)), since: now };
+            if allowance.left < 1.0 {
+                let seconds = ((1.0 - allowance.left) * 60.0 / rate).ceil();
+                return Err(ApiError::too_many(
+                    format!("`{}` may make `{rate}` requests per minute; the next one in {seconds} s", key.name),
+                    seconds as u32,
+                ));
+            }
+            allowance.left -= 1.0;
+        }
+        Ok(running)
+    }
+}
+
+/// A request of a user that runs, until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Running(Arc<AtomicUsize>);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Who sends a request: None where no key is asked for.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Caller(pub(crate) Option<Arc<User>>);
+
+impl Caller {
+    /// Whether an adapter exists for it.
+    pub(crate) fn may_name(&self, adapter: &str) -> bool {
+        self.0.as_ref().is_none_or(|user| user.may_name(adapter))
+    }
+
+    /// Whether the base does.
+    pub(crate) fn may_ask_base(&self) -> bool {
+        self.0.as_ref().and_then(|user| user.named.as_ref()).is_none_or(|key| key.base)
+    }
+
+    /// Whom its requests are charged to.
+    pub(crate) fn tenant(&self) -> Option<String> {
+        self.0.as_ref().and_then(|user| user.tenant()).map(str::to_owned)
+    }
+
+    /// See [`User::admit`].
+    pub(crate) fn admit(&self) -> Result<Option<Running>, ApiError> {
+        self.0.as_ref().map(User::admit).transpose()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn user(key: &str) -> Arc<User> {
+        let key: ApiKey = serde_json::from_str(key).expect("a key");
+        Arc::new(User::named(key, &[]).expect("a good key"))
+    }
+
+    #[test]
+    fn names_are_whole_or_beginnings() {
+        let caller = Caller(Some(user(r#"{"name": "a", "key": "k", "adapters": ["sql", "team-*"], "base": false}"#)));
+        assert!(caller.may_name("sql") && caller.may_name("team-") && caller.may_name("team-x"));
+        assert!(!caller.may_name("sql2") && !caller.may_name("tea") && !caller.may_ask_base());
+        assert!(Caller::default().may_name("any") && Caller::default().may_ask_base());
+        let all = Caller(Some(user(r#"{"name": "a", "key": "k"}"#)));
+        assert!(all.may_name("any") && all.may_ask_base());
+    }
+
+    #[test]
+    fn what_runs_at_once_is_counted_and_given_back() {
+        let user = user(r#"{"name": "a", "key": "k", "max_concurrent": 2}"#);
+        let first = user.admit().expect("one");
+        let second = user.admit().expect("two");
+        assert!(user.admit().is_err() && user.admit().is_err());
+        drop(first);
+        let third = user.admit().expect("two again");
+        drop((second, third));
+        assert_eq!(user.running.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn a_minute_has_so_many_requests_and_a_reload_gives_no_more() {
+        let user = user(r#"{"name": "a", "key": "k", "requests_per_minute": 3}"#);
+        for _ in 0..3 {
+            user.admit().expect("within the limit");
+        }
+        let told = user.admit().expect_err("the fourth").to_json();
+        assert_eq!(told["error"]["code"], 429);
+        let again: ApiKey =
+            serde_json::from_str(r#"{"name": "a", "key": "new", "requests_per_minute": 3}"#).expect("a key");
+        let reloaded = Arc::new(User::named(again, &[user]).expect("a good key"));
+        assert!(reloaded.admit().is_err() && reloaded.is(&digest("new")));
+    }
+
+    #[test]
+    fn wrong_entries_are_named() {
+        for wrong in [
+            r#"{"name": " ", "key": "k"}"#,
+            r#"{"name": "a", "key": ""}"#,
+            r#"{"name": "a", "key": "k", "max_concurrent": 0}"#,
+            r#"{"name": "a", "key": "k", "requests_per_minute": 0}"#,
+            r#"{"name": "a", "key": "k", "weight": -1}"#,
+        ] {
+            let key: ApiKey = serde_json::from_str(wrong).expect("a key");
+            assert!(User::named(key, &[]).is_err(), "{wrong}");
+        }
+        assert!(serde_json::from_str::<ApiKey>(r#"{"name": "a", "key": "k", "adaptors": []}"#).is_err());
+    }
+}

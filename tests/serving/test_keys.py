@@ -1,0 +1,114 @@
+"""A keys file: what each key may name, how much it may ask for, and changing it while the server runs."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from .conftest import ADAPTERS, PROMPT, Server, StartServer
+
+MODULES = ("--lora-modules", *(f"{name}={ADAPTERS / name}" for name in ("alpha", "beta", "gamma")))
+
+
+def write(path: Path, *entries: str) -> None:
+    path.write_text("keys:\n" + "".join(f"  - {entry}\n" for entry in entries))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.yaml"
+    write(
+        path,
+        "{name: all, key: k-all}",
+        "{name: one, key: k-one, adapters: [alpha], base: false}",
+        "{name: some, key: k-some, adapters: [], requests_per_minute: 2}",
+        "{name: few, key: k-few, adapters: [be*], max_concurrent: 1, weight: 2}",
+    )
+    return path
+
+
+def ask(server: Server, key: str | None, model: str | None = "base", **fields: Any) -> httpx.Response:
+    body = {"prompt": PROMPT, "max_tokens": 2, **({} if model is None else {"model": model}), **fields}
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    return server.client.post("/v1/completions", json=body, headers=headers)
+
+
+def ids(server: Server, key: str) -> list[str]:
+    answer = server.client.get("/v1/models", headers={"Authorization": f"Bearer {key}"})
+    return [model["id"] for model in answer.json()["data"]]
+
+
+def test_a_48_each_key_has_its_adapters(start_server: StartServer, file: Path) -> None:
+    server = start_server(*MODULES, "--keys-file", str(file))
+    assert ask(server, None).status_code == ask(server, "wrong").status_code == 401
+    assert ids(server, "k-all") == ["base", "alpha", "beta", "gamma"]
+    assert ids(server, "k-one") == ["alpha"]
+    assert ids(server, "k-few") == ["base", "beta"]
+    assert ask(server, "k-one", "alpha").status_code == 200
+    # Others' adapters, and the base, do not exist for it.
+    for model in ("beta", "base", None):
+        answer = ask(server, "k-one", model)
+        assert answer.status_code == 404, model
+        assert "does not exist" in answer.json()["error"]["message"]
+    for fields in ({"adapter_id": "beta"}, {"lora": [{"id": "beta"}]}):
+        assert ask(server, "k-few", "base", **fields).status_code == 200
+        assert ask(server, "k-one", "alpha", **fields).status_code == 404
+    one = {"Authorization": "Bearer k-one"}
+    assert server.client.get("/v1/models/beta", headers=one).status_code == 404
+    assert server.client.post("/tokenize", json={"model": "beta", "prompt": "x"}, headers=one).status_code == 404
+
+
+def test_limits_answer_429(start_server: StartServer, file: Path) -> None:
+    server = start_server(*MODULES, "--keys-file", str(file))
+    assert [ask(server, "k-some").status_code for _ in range(3)] == [200, 200, 429]
+    late = ask(server, "k-some")
+    assert late.json()["error"]["type"] == "RateLimitError"
+    assert 1 <= int(late.headers["retry-after"]) <= 30
+    body = {"model": "beta", "prompt": PROMPT, "max_tokens": 480, "ignore_eos": True, "stream": True}
+    few = {"Authorization": "Bearer k-few"}
+    with server.client.stream("POST", "/v1/completions", json=body, headers=few) as running:
+        assert running.status_code == 200
+        statuses = {ask(server, "k-few", "beta").status_code for _ in range(3)}
+        running.read()
+    assert statuses <= {200, 429}
+    assert ask(server, "k-few", "beta").status_code == 200
+    assert ask(server, "k-all").status_code == 200
+
+
+def test_keys_change_while_the_server_runs(start_server: StartServer, file: Path) -> None:
+    server = start_server(*MODULES, "--keys-file", str(file))
+    write(file, "{name: all, key: k-new}")
+    server.process.send_signal(signal.SIGHUP)
+    deadline = time.monotonic() + 20
+    while ask(server, "k-new").status_code != 200 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert ask(server, "k-new").status_code == 200
+    assert ask(server, "k-all").status_code == ask(server, "k-one").status_code == 401
+    write(file, "{name: all, key: k-other, adaptors: []}")
+    server.process.send_signal(signal.SIGHUP)
+    while "not taken" not in server.log and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert "adaptors" in server.log
+    assert ask(server, "k-new").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("entries", "told"),
+    [
+        (["{name: a, key: k}", "{name: b, key: k}"], "another's"),
+        (["{name: a, key: k}", "{name: a, key: l}"], "two keys"),
+        (["{name: a}"], "`key`"),
+        (["{name: a, key: k, max_concurrent: 0}"], "max_concurrent"),
+    ],
+)
+def test_wrong_keys_abort_the_start(start_server: StartServer, tmp_path: Path, entries: list[str], told: str) -> None:
+    path = tmp_path / "keys.yaml"
+    write(path, *entries)
+    server = start_server("--keys-file", str(path))
+    assert server.process.wait(30) == 1
+    assert told in server.log
