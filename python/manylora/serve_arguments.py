@@ -269,6 +269,11 @@ FLAGS: tuple[Flag, ...] = tuple(
 BY_NAME: dict[str, Flag] = {flag.name: flag for flag in FLAGS}
 
 
+def engine_flag(argument: Argument) -> Flag:
+    """Return the flag of an argument of the engine, whatever the server makes of it."""
+    return Flag(argument, _form(argument), is_engine=True)
+
+
 def markdown() -> str:
     """Return the table as the page `docs/serve-arguments.md`."""
     head = [

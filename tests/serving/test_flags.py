@@ -13,9 +13,9 @@ import pytest
 from manylora import serve_arguments
 from manylora.arguments import Treatment
 from manylora.cli import main
-from manylora.cli.flags import FlagParser
 from manylora.cli.serve import Plan, add_flags, plan
 from manylora.engine_args import Settings
+from manylora.flags import FlagParser
 from manylora.serve_arguments import BY_NAME, FLAGS, Flag, Form
 
 from .conftest import ADAPTERS, ORACLE, StartServer

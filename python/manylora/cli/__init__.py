@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from manylora._core import __version__
 from manylora.cli import demo, serve
-from manylora.cli.flags import FlagParser
 from manylora.exceptions import ManyLoRAError
+from manylora.flags import FlagParser
 
 EXAMPLES = """\
 examples:

@@ -12,9 +12,9 @@ from typing import Any
 
 from manylora import _core
 from manylora.arguments import Treatment
-from manylora.cli.flags import add_flag
 from manylora.engine import read_manifest
 from manylora.exceptions import ManyLoRAError, ValidationError
+from manylora.flags import add_flag
 from manylora.llm import LLM
 from manylora.serve_arguments import BY_NAME, FLAGS, SECTIONS
 
