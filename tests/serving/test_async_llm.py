@@ -46,15 +46,15 @@ def test_streams_of_each_kind_agree(engine: AsyncLLM) -> None:
     async def run() -> None:
         final, cumulative, delta = await asyncio.gather(
             *(
-                collected(engine, PROMPT, greedy(200, kind, logprobs=1), kind.name, lora_request=lora("alpha", 1))
+                collected(engine, PROMPT, greedy(480, kind, logprobs=1), kind.name, lora_request=lora("alpha", 1))
                 for kind in (FINAL, RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA)
             )
         )
         (whole,) = final
         sample = whole.outputs[0]
-        assert len(sample.token_ids) == 200
-        assert len(cumulative) > 2
-        assert len(delta) > 2
+        assert len(sample.token_ids) == 480
+        assert len(cumulative) > 1
+        assert len(delta) > 1
         last = cumulative[-1].outputs[0]
         assert (last.token_ids, last.text, last.logprobs) == (sample.token_ids, sample.text, sample.logprobs)
         assert "".join(item.outputs[0].text for item in delta) == sample.text

@@ -109,17 +109,17 @@ def test_outputs_are_of_the_kind_that_was_asked_for(engine: LLMEngine) -> None:
     alpha = lora("alpha", 1)
     kinds = {kind.name: kind for kind in RequestOutputKind}
     for name, kind in kinds.items():
-        engine.add_request(name, PROMPT, greedy(200, kind, logprobs=1, prompt_logprobs=0), lora_request=alpha)
+        engine.add_request(name, PROMPT, greedy(480, kind, logprobs=1, prompt_logprobs=0), lora_request=alpha)
     assert engine.get_num_unfinished_requests() == 3
     outputs = all_outputs(engine)
     (final,) = outputs["FINAL_ONLY"]
     sample = final.outputs[0]
     assert final.finished
-    assert len(sample.token_ids) == 200
+    assert len(sample.token_ids) == 480
     assert final.lora_request is alpha
 
     cumulative = outputs["CUMULATIVE"]
-    assert len(cumulative) > 2
+    assert len(cumulative) > 1
     assert [len(item.outputs[0].token_ids) for item in cumulative] == sorted(
         {len(item.outputs[0].token_ids) for item in cumulative}
     )
@@ -133,7 +133,7 @@ def test_outputs_are_of_the_kind_that_was_asked_for(engine: LLMEngine) -> None:
     assert cumulative[-1].outputs[0].cumulative_logprob == pytest.approx(sample.cumulative_logprob, rel=1e-12)
 
     deltas = [item.outputs[0] for item in outputs["DELTA"]]
-    assert len(deltas) > 2
+    assert len(deltas) > 1
     assert "".join(delta.text for delta in deltas) == sample.text
     assert [token for delta in deltas for token in delta.token_ids] == sample.token_ids
     assert [entry for delta in deltas for entry in delta.logprobs or []] == sample.logprobs
