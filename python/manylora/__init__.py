@@ -1,9 +1,14 @@
 """ManyLoRA: many LoRA fine-tunes on one base model, a different adapter for each row of one continuous batch.
 
-The API is vLLM's: `LLM`, `SamplingParams`, `LoRARequest`, `RequestOutput`.
+The API is vLLM's: `LLM`, `AsyncLLM`, `LLMEngine`, `EngineArgs`, `SamplingParams`, `LoRARequest`, `RequestOutput`;
+modules have its paths too (`manylora.engine.arg_utils`, `manylora.v1.engine.async_llm`, ...).
 """
 
 from manylora._core import __version__
+from manylora.async_llm import AsyncLLM
+from manylora.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from manylora.engine.async_llm_engine import AsyncLLMEngine
+from manylora.engine.llm_engine import LLMEngine
 from manylora.exceptions import AdapterError, ManyLoRAError, ValidationError
 from manylora.inputs import TextPrompt, TokensPrompt
 from manylora.llm import LLM
@@ -14,7 +19,12 @@ from manylora.sampling_params import RequestOutputKind, SamplingParams
 __all__ = [
     "LLM",
     "AdapterError",
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "AsyncLLMEngine",
     "CompletionOutput",
+    "EngineArgs",
+    "LLMEngine",
     "LoRARequest",
     "Logprob",
     "ManyLoRAError",

@@ -7,6 +7,7 @@ error with the reason). `manylora.engine_args` applies it, a test walks it, `doc
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,9 @@ class Kind(enum.Enum):
     NAMES = "a string or a list of strings"
     SWITCH = "True or False"
     COUNT = "an integer of at least 1"
-    SEED = "an integer from 0 up"
+    WHOLE = "an integer from 0 up"
+    PORT = "an integer from 0 to 65535"
+    SECONDS = "a number from 0 up"
     LIMIT = "an integer from 0 up, or -1 for no limit"
     TOKEN = "a string, True or False"
     SHARE = "a number above 0 and at most 1"
@@ -113,7 +116,7 @@ MODEL = (
         "cpu, cuda (the first card) or cuda:N; auto: the first card where one can be used, else the CPU",
     ),
     _honoured("dtype", "auto", Kind.DTYPE, "auto, bfloat16, float32 (CPU only), float16 (a CPU computes in float32)"),
-    _honoured("seed", 0, Kind.SEED, "seed of requests that bring none"),
+    _honoured("seed", 0, Kind.WHOLE, "seed of requests that bring none"),
     _honoured(
         "max_model_len",
         None,
@@ -443,7 +446,7 @@ BY_NAME: dict[str, Argument] = {argument.name: argument for argument in ARGUMENT
 
 def markdown() -> str:
     """Return the table as the page `docs/llm-arguments.md`."""
-    lines = [
+    head = [
         "# Arguments of `LLM(...)`",
         "",
         "Every argument of vLLM's `LLM(...)` and of its engine arguments, and what ManyLoRA does with it. *Honoured*:",
@@ -453,11 +456,24 @@ def markdown() -> str:
         "This page is the table that the code applies, written by",
         "`python -c 'from manylora import arguments; print(arguments.markdown(), end=\"\")' > docs/llm-arguments.md`.",
     ]
-    for title, section in SECTIONS.items():
+    return page(head, SECTIONS)
+
+
+def page(head: Sequence[str], sections: Mapping[str, Sequence[Argument]], name: Callable[[str], str] = str) -> str:
+    """Return a table of arguments as Markdown.
+
+    Args:
+        head: lines before the tables.
+        sections: arguments by the title of their table.
+        name: how an argument is spelled.
+
+    """
+    lines = list(head)
+    for title, section in sections.items():
         lines += ["", f"## {title}", "", "| argument | default | treatment | |", "|---|---|---|---|"]
         for argument in section:
-            name = f"`{argument.name}`" + (" +" if argument.ours else "")
+            shown = f"`{name(argument.name)}`" + (" +" if argument.ours else "")
             choices = f" ({' or '.join(argument.choices)})" if argument.choices else ""
             note = (argument.note + choices).replace("|", "\\|")
-            lines.append(f"| {name} | `{argument.default!r}` | {argument.treatment.value} | {note} |")
+            lines.append(f"| {shown} | `{argument.default!r}` | {argument.treatment.value} | {note} |")
     return "\n".join(lines) + "\n"

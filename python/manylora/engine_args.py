@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import logging
+import math
 import operator
 import os
 import re
@@ -59,9 +60,7 @@ class Settings:
                     f"{argument.name}={value!r} is not supported: {argument.note}; leave it at {argument.default!r}"
                 )
             if argument.treatment is Treatment.HONOURED:
-                checked = (
-                    argument.default if is_default and not _is_number_like_bool(value) else _check(argument, value)
-                )
+                checked = argument.default if is_default and not _is_number_like_bool(value) else check(argument, value)
                 setattr(self, argument.name, checked)
         if self.model is None:
             raise ValidationError("model must be a local path or a hub id, got None")
@@ -108,8 +107,13 @@ def _is_number_like_bool(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-def _check(argument: Argument, value: Any) -> Any:
-    """Return the value in the form in which it is kept."""
+def check(argument: Argument, value: Any) -> Any:
+    """Return the value in the form in which it is kept.
+
+    Raises:
+        ValidationError: it is none of its kind or choices.
+
+    """
     checked = _convert(argument.kind, value)
     if checked is None or (argument.choices and checked not in argument.choices):
         expected = " or ".join(argument.choices) or argument.kind.value
@@ -139,8 +143,13 @@ def _convert(kind: Kind, value: Any) -> Any:
             )
         case Kind.SWITCH:
             return value if isinstance(value, bool) else None
-        case Kind.COUNT | Kind.SEED | Kind.LIMIT:
-            return _integer(value, {Kind.COUNT: 1, Kind.SEED: 0, Kind.LIMIT: -1}[kind])
+        case Kind.COUNT | Kind.WHOLE | Kind.LIMIT:
+            return _integer(value, {Kind.COUNT: 1, Kind.WHOLE: 0, Kind.LIMIT: -1}[kind])
+        case Kind.PORT:
+            port = _integer(value, 0)
+            return port if port is not None and port < 1 << 16 else None
+        case Kind.SECONDS:
+            return float(value) if _is_number(value) and 0 <= value < math.inf else None
         case Kind.TOKEN:
             return value if isinstance(value, (str, bool)) else None
         case Kind.SHARE:

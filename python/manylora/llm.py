@@ -10,14 +10,16 @@ from typing import Any, NoReturn
 
 from tqdm.auto import tqdm
 
-from manylora import _core
-from manylora.engine import LLMEngine, Request
+from manylora.engine.arg_utils import arguments_of
+from manylora.engine.llm_engine import LLMEngine
+from manylora.engine.loading import load
+from manylora.engine.submission import default_sampling_params, submit
 from manylora.engine_args import Settings
 from manylora.exceptions import RequestError, ValidationError
 from manylora.lora.request import LoRARequest
 from manylora.outputs import RequestOutput
 from manylora.pending import Pending, collect, output
-from manylora.prompts import ParsedPrompt, Prompt, add_special_tokens, as_json, as_list, parse, per_prompt, priority_of
+from manylora.prompts import ParsedPrompt, Prompt, add_special_tokens, as_json, as_list, parse, per_prompt
 from manylora.sampling_params import SamplingParams
 from manylora.tokenizer import Tokenizer
 
@@ -49,32 +51,17 @@ class LLM:
 
     def __init__(self, model: str, **arguments: Any):
         self.settings = Settings(model=model, **arguments)
-        config = self.settings.native()
-        with _LoadBar(disable=not self.settings.use_tqdm_on_load) as bar:
-            core = _core.Engine(config, bar.update_to)
+        core = load(self.settings)
         self.llm_engine = LLMEngine(self.settings, core)
         self._core = core
         self._ids = itertools.count()
         self._pending: list[Pending] = []
         self._closed = False
-        info = core.info()
-        blocks = f"{info.kv_blocks} KV blocks of {info.block_size} tokens"
-        working = f"{_bytes(info.working_bytes)} of working memory"
-        if info.device_reason is not None:
-            # Where there is a card that is not used, this is worth seeing without asking.
-            logger.log(logging.WARNING if info.device_reason in info.notes else logging.INFO, info.device_reason)
-        shared = f"{_bytes(info.ledger_bytes)} for {blocks} and for adapters"
-        logger.info("%s; %s; %s; max_model_len %s", info.backend, working, shared, info.max_model_len)
-        # A lowered context, what dequantizing takes: seen without asking.
-        for note in info.notes:
-            if note != info.device_reason:
-                logger.warning(note)
 
     @classmethod
     def from_engine_args(cls, engine_args: Any) -> LLM:
         """Make an `LLM` from an object or mapping that has its arguments."""
-        arguments = dict(engine_args) if isinstance(engine_args, Mapping) else dict(vars(engine_args))
-        return cls(**arguments)
+        return cls(**arguments_of(engine_args))
 
     def close(self) -> None:
         """Stop the engine and free the model; requests that run end with an error."""
@@ -254,21 +241,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling defaults of the model's generation_config.json."""
-        if self.settings.generation_config != "auto":
-            return SamplingParams()
-        generation = json.loads(self._core.info().generation)
-        names = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"]
-        values = {name: generation[name] for name in names if generation.get(name) is not None}
-        if generation.get("do_sample") is False:
-            penalty = values.get("repetition_penalty", 1.0)
-            values = {"temperature": 0.0, "repetition_penalty": penalty}
-        if generation.get("max_new_tokens") is not None:
-            values["max_tokens"] = generation["max_new_tokens"]
-        try:
-            return SamplingParams(**values)
-        except ValidationError as error:
-            logger.warning("generation_config.json is ignored for sampling defaults: %s", error)
-            return SamplingParams()
+        return default_sampling_params(self.settings, self._core)
 
     def get_tokenizer(self) -> Tokenizer:
         """Return the model's tokenizer."""
@@ -382,37 +355,8 @@ class LLM:
         count = len(prompts)
         params = per_prompt(sampling_params, count, "params", self.get_default_sampling_params)
         loras = per_prompt(lora_request, count, "lora_request", lambda: None)
-        priorities = [priority_of(item) for item in per_prompt(priority, count, "priority", lambda: 0)]
-        if any(priorities) and not self.settings.has_priorities:
-            raise ValidationError(
-                f"Got priority {next(filter(None, priorities))} but priority scheduling is not enabled: "
-                "give LLM() scheduling_policy='priority'"
-            )
-        for item in params:
-            if not isinstance(item, SamplingParams):
-                raise ValidationError(f"sampling_params must be SamplingParams, got {type(item).__name__}")
-        for lora in loras:
-            if lora is not None and not isinstance(lora, LoRARequest):
-                raise ValidationError(f"lora_request must be LoRARequest or None, got {type(lora).__name__}")
-        adapters = self.llm_engine.ensure_all(loras)
-        requests = [
-            Request(
-                prompt.text,
-                special,
-                prompt.token_ids,
-                params[i],
-                adapters[i],
-                priorities[i],
-                prompt.cache_salt,
-                prompt.tenant,
-            )
-            for i, prompt in enumerate(prompts)
-        ]
-        try:
-            streams = self._core.submit(requests, stream=False)
-        except (TypeError, OverflowError) as error:
-            # A field of a SamplingParams that was changed after its checks.
-            raise ValidationError(f"sampling_params: {error.__cause__ or error}") from error
+        priorities = per_prompt(priority, count, "priority", lambda: 0)
+        streams = submit(self.llm_engine, prompts, special, params, loras, priorities, stream=False)
         return [
             Pending(str(next(self._ids)), stream, prompt.text, item.n, lora)
             for stream, prompt, item, lora in zip(streams, prompts, params, loras, strict=True)
@@ -440,44 +384,8 @@ class LLM:
         return [outputs[item.request_id] for item in pending]
 
 
-class _LoadBar:
-    """Progress of loading, in bytes of packed weights."""
-
-    def __init__(self, disable: bool):
-        self._disable = disable
-        self._bar: tqdm[NoReturn] | None = None
-
-    def __enter__(self) -> _LoadBar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def update_to(self, done_bytes: int, total_bytes: int) -> None:
-        """Show how far loading has come; called by the native side."""
-        if self._bar is None:
-            self._bar = tqdm(
-                desc="Loading model",
-                total=total_bytes,
-                unit="B",
-                unit_scale=True,
-                unit_divisor=1024,
-                disable=self._disable,
-                leave=False,
-            )
-        self._bar.update(done_bytes - self._bar.n)
-
-
 def _progress(use_tqdm: bool | Callable[..., Any], count: int) -> Any:
     maker = use_tqdm if callable(use_tqdm) else tqdm
     if use_tqdm is False:
         return tqdm(total=count, disable=True)
     return maker(total=count, desc="Processed prompts", dynamic_ncols=True)
-
-
-def _bytes(count: int) -> str:
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count} bytes"

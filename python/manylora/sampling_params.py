@@ -17,7 +17,7 @@ logger = logging.getLogger("manylora")
 
 
 class RequestOutputKind(enum.Enum):
-    """Kept for compatibility: `LLM` always returns final outputs."""
+    """What outputs of `AsyncLLM` and `LLMEngine` have: all so far, what is new, or all at the end, as `LLM` does."""
 
     CUMULATIVE = 0
     DELTA = 1

@@ -5,10 +5,13 @@
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::PathBuf;
+use std::pin::Pin;
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::sync::{Mutex, PoisonError};
+use std::task::{Context, Poll};
 use std::time::Duration;
 
+use futures_core::Stream as _;
 use manylora::engine::LoadProgress;
 use manylora::model::chat::{ContentFormat, RenderOptions};
 use manylora::model::error::{AdapterRefusal, RefusalKind};
@@ -18,6 +21,7 @@ use pyo3::types::PyDict;
 use serde_json::Value;
 
 use crate::array::Array;
+use crate::bell::Bell;
 use crate::config::Config;
 use crate::dlpack;
 use crate::errors::{IntoPython, to_python};
@@ -367,6 +371,18 @@ impl Stream {
             Err(()) => Err(pyo3::exceptions::PyTimeoutError::new_err("no delta in time")),
             Ok(None) => Ok(None),
             Ok(Some(delta)) => delta.into_python(py).map(|delta| Some(delta.into())),
+        }
+    }
+
+    /// The next delta; None when all samples have finished. Where there is none yet it raises `BlockingIOError`, and rings
+    /// `bell` with `key` once there is.
+    fn poll(&self, py: Python<'_>, bell: &Bell, key: u64) -> PyResult<Option<Delta>> {
+        let waker = bell.waker(key);
+        let mut stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        match Pin::new(&mut *stream).poll_next(&mut Context::from_waker(&waker)) {
+            Poll::Pending => Err(pyo3::exceptions::PyBlockingIOError::new_err("no delta yet")),
+            Poll::Ready(None) => Ok(None),
+            Poll::Ready(Some(delta)) => delta.into_python(py).map(|delta| Some(delta.into())),
         }
     }
 

@@ -1,6 +1,7 @@
 //! The Python module `manylora._core`: conversion and GIL release, no logic.
 
 mod array;
+mod bell;
 mod config;
 mod dlpack;
 mod engine;
@@ -16,6 +17,8 @@ use pyo3::prelude::*;
 mod _core {
     #[pymodule_export]
     use super::array::Array;
+    #[pymodule_export]
+    use super::bell::Bell;
     #[pymodule_export]
     use super::engine::{Engine, Stream};
     #[pymodule_export]

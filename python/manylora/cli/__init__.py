@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from manylora._core import __version__
 from manylora.cli import demo, serve
 from manylora.exceptions import ManyLoRAError
+from manylora.flags import FlagParser
 
 EXAMPLES = """\
 examples:
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"manylora {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=FlagParser)
     demo.add_parser(commands)
     serve.add_parser(commands)
     parsed = parser.parse_args(arguments)

@@ -7,17 +7,17 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from manylora import _core
-from manylora.arguments import ARGUMENTS, Argument, Kind, Treatment
+from manylora.arguments import Treatment
+from manylora.cli.keys import read_keys, reloader
 from manylora.engine import read_manifest
 from manylora.exceptions import ManyLoRAError, ValidationError
+from manylora.flags import add_flag
 from manylora.llm import LLM
+from manylora.serve_arguments import BY_NAME, FLAGS, SECTIONS
 
 logger = logging.getLogger("manylora")
 
@@ -27,17 +27,33 @@ examples:
   curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
       -d '{"model": "sql", "prompt": "List all customers.", "max_tokens": 32}'
 
+every flag, and what those of vLLM do that are not shown: docs/serve-arguments.md
+
 environment:
   MANYLORA_ALLOW_RUNTIME_LORA_UPDATING   1 lets adapters be loaded and unloaded over HTTP (also under VLLM_'s name)
   MANYLORA_API_KEY                       the API key, where --api-key gives none (also under VLLM_'s name)
   MANYLORA_LORA_RESOLVER_CACHE_DIR       the same as --lora-resolve-root (also under VLLM_'s name)
 """
 
-# Arguments of `LLM(...)` that mean something else to a server, or are its own.
-_ELSEWHERE = (
-    "model", "served_model_name", "generation_config", "enable_lora", "max_loras", "use_tqdm_on_load", "lora_root",
-    "shutdown_timeout",
-)  # fmt: skip
+
+@dataclass
+class Plan:
+    """What a command line asks for.
+
+    Attributes:
+        model: the base.
+        modules: adapters that are there from the start, (name, path or hub id).
+        engine: arguments of `LLM(...)`.
+        server: settings of the server.
+        keys_file: where users' keys are read from, if they are.
+
+    """
+
+    model: str
+    modules: list[tuple[str, str]]
+    engine: dict[str, Any]
+    server: dict[str, Any]
+    keys_file: str | None = None
 
 
 def add_parser(commands: Any) -> None:
@@ -49,124 +65,18 @@ def add_parser(commands: Any) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_flags(parser)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the base and every flag of the table."""
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="local folder, GGUF file or hub id of the base")
     parser.add_argument("--model", dest="model_option", metavar="MODEL", help="the same")
-    server = parser.add_argument_group("server")
-    server.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    server.add_argument("--port", type=_port, default=8000, help="port to listen on; 0 = any free one (default: 8000)")
-    server.add_argument("--api-key", action="append", default=[], metavar="KEY", help="key of users; may be repeated")
-    server.add_argument(
-        "--keys-file",
-        metavar="FILE",
-        help="YAML or JSON list of users' keys: name, key, and perhaps adapters, base, requests_per_minute, "
-        "max_concurrent and weight; read again on SIGHUP",
-    )
-    server.add_argument("--admin-api-key", metavar="KEY", help="key for loading, unloading and pinning adapters")
-    server.add_argument("--served-model-name", nargs="+", default=[], metavar="NAME", help="names of the base")
-    server.add_argument(
-        "--generation-config",
-        default="auto",
-        choices=("auto", "vllm"),
-        help="sampling defaults: auto = the model's generation_config.json, vllm = none of them",
-    )
-    server.add_argument(
-        "--trust-request-chat-template", action="store_true", help="let requests bring a chat template of their own"
-    )
-    server.add_argument(
-        "--max-pending",
-        type=_count,
-        default=4096,
-        metavar="N",
-        help="sequences that may wait and run before requests are answered 503; 0 = no limit (default: 4096)",
-    )
-    server.add_argument(
-        "--max-body-bytes",
-        type=_count,
-        default=32 << 20,
-        metavar="N",
-        help="largest body of a request (default: 32 MiB)",
-    )
-    server.add_argument(
-        "--shutdown-timeout",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="how long running requests may go on after SIGINT or SIGTERM (default: 30)",
-    )
-    lora = parser.add_argument_group("adapters")
-    lora.add_argument("--enable-lora", action="store_true", help="serve adapters (implied by --lora-modules)")
-    lora.add_argument(
-        "--lora-modules",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="NAME=PATH",
-        help='adapters to serve: NAME=PATH-or-hub-id, or JSON {"name": ..., "path": ...}',
-    )
-    lora.add_argument("--max-loras", type=_count, metavar="N", help="distinct adapters per step (default: no cap)")
-    lora.add_argument(
-        "--allow-runtime-lora-updating",
-        action="store_true",
-        help="let adapters be loaded, unloaded and pinned over HTTP",
-    )
-    lora.add_argument(
-        "--lora-root", metavar="FOLDER", help="where adapters loaded over HTTP must lie (default: the current folder)"
-    )
-    lora.add_argument(
-        "--lora-manifest",
-        metavar="FILE",
-        help="adapters to serve: a YAML or JSON list of {name, path}; none is read before a request names it",
-    )
-    lora.add_argument(
-        "--lora-resolve-root",
-        metavar="FOLDER",
-        help="serve any good adapter folder below this one by its relative path, found when a request first names it",
-    )
-    engine = parser.add_argument_group("engine")
-    for argument in ARGUMENTS:
-        if argument.name not in _ELSEWHERE:
-            _add_engine_argument(engine, argument)
+    for title, section in SECTIONS.items():
+        group = parser.add_argument_group(title[:1].lower() + title[1:])
+        for argument in section:
+            add_flag(group, BY_NAME[argument.name])
     parser.set_defaults(run=run, parser=parser)
-
-
-def _add_engine_argument(group: Any, argument: Argument) -> None:
-    """Add an argument of the engine under its name; what has no effect or is refused says so when it is given."""
-    flag = "--" + argument.name.replace("_", "-")
-    shown = argument.note if argument.treatment is Treatment.HONOURED else argparse.SUPPRESS
-    is_switch = argument.kind is Kind.SWITCH and argument.treatment is Treatment.HONOURED
-    if is_switch or isinstance(argument.default, bool):
-        group.add_argument(
-            flag, dest=argument.name, action=argparse.BooleanOptionalAction, default=None, help=_escaped(shown)
-        )
-        return
-    metavar = None if argument.choices else argument.name.upper()
-    group.add_argument(flag, dest=argument.name, type=_value, default=None, metavar=metavar, help=_escaped(shown))
-
-
-def _escaped(text: str) -> str:
-    return text if text == argparse.SUPPRESS else text.replace("%", "%%")
-
-
-def _value(text: str) -> Any:
-    """Read a value as the engine's own checks want it: a number or JSON where it is one, else the text."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError("must be 0 or more")
-    return number
-
-
-def _port(text: str) -> int:
-    number = int(text)
-    if not 0 <= number < 1 << 16:
-        raise argparse.ArgumentTypeError("must be from 0 to 65535")
-    return number
 
 
 def lora_module(text: str) -> tuple[str, str] | None:
@@ -194,46 +104,13 @@ def lora_module(text: str) -> tuple[str, str] | None:
     return entry["name"], entry["path"]
 
 
-def read_keys(path: str) -> str:
-    """Read a keys file: a list of entries, or an object with such a list as `keys`. What they hold is checked natively.
-
-    Returns:
-        The list as JSON.
-
-    Raises:
-        ValidationError: the file cannot be read, or holds something else.
-
-    """
-    try:
-        # JSON is YAML too.
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ValidationError(f"the keys file `{path}` cannot be read: {error}") from error
-    entries = content.get("keys") if isinstance(content, dict) else content
-    if not isinstance(entries, list):
-        raise ValidationError(f"the keys file `{path}` must hold a list of keys, or an object with one as `keys`")
-    return json.dumps(entries)
-
-
-def _reload(path: str) -> Callable[..., str]:
-    def reload(error: str | None = None) -> str:
-        if error is not None:
-            logger.error("the keys file was read again and not taken, the keys stay as they were: %s", error)
-            return ""
-        keys = read_keys(path)
-        logger.info("reading the keys file `%s` again", path)
-        return keys
-
-    return reload
-
-
 def _from_environment(name: str) -> str | None:
     return os.environ.get(f"MANYLORA_{name}") or os.environ.get(f"VLLM_{name}")
 
 
 def _modules(arguments: argparse.Namespace) -> list[tuple[str, str]]:
     modules: dict[str, str] = {}
-    for text in arguments.lora_modules:
+    for text in arguments.lora_modules or ():
         try:
             module = lora_module(text)
         except ValueError as error:
@@ -249,55 +126,90 @@ def _modules(arguments: argparse.Namespace) -> list[tuple[str, str]]:
     return list(modules.items())
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Serve until the process is told to stop."""
+def _checked(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the values of the server's own flags, defaults filled in.
+
+    Raises:
+        ValidationError: one that is refused was given; the engine's are the engine's to refuse.
+
+    """
+    values: dict[str, Any] = {}
+    unused = []
+    for flag in FLAGS:
+        argument, value = flag.argument, getattr(arguments, flag.name)
+        if flag.is_engine:
+            continue
+        is_default = argument.is_default(value)
+        if argument.treatment is Treatment.HONOURED:
+            values[flag.name] = argument.default if value is None else value
+        elif not is_default and argument.treatment is Treatment.REFUSED:
+            raise ValidationError(
+                f"{flag.spelling} {value!r} is not supported: {argument.note}; leave it at {argument.default!r}"
+            )
+        elif not is_default:
+            unused.append((flag.spelling, argument.note))
+    for shown, note in unused:
+        logger.warning("%s has no effect: %s", shown, note)
+    return values
+
+
+def plan(arguments: argparse.Namespace) -> Plan:
+    """Return what a command line asks for.
+
+    Raises:
+        ValidationError: it asks for something that is not supported.
+
+    """
     model = arguments.model_tag or arguments.model_option
     if model is None:
         arguments.parser.error("give the base: manylora serve MODEL")
+    given = _checked(arguments)
     modules = _modules(arguments)
-    allow = arguments.allow_runtime_lora_updating or (
-        _from_environment("ALLOW_RUNTIME_LORA_UPDATING") or ""
-    ).lower() in (
-        "1",
-        "true",
+    allow = given["allow_runtime_lora_updating"] or (
+        (_from_environment("ALLOW_RUNTIME_LORA_UPDATING") or "").lower() in ("1", "true")
     )
-    engine = {
-        argument.name: getattr(arguments, argument.name)
-        for argument in ARGUMENTS
-        if argument.name not in _ELSEWHERE and getattr(arguments, argument.name) is not None
-    }
-    resolve_root = arguments.lora_resolve_root or _from_environment("LORA_RESOLVER_CACHE_DIR")
+    resolve_root = given["lora_resolve_root"] or _from_environment("LORA_RESOLVER_CACHE_DIR")
     environment_key = _from_environment("API_KEY")
-    settings = {
-        "host": arguments.host,
-        "port": arguments.port,
-        "served_model_names": arguments.served_model_name or [model],
-        "model_root": model,
-        "api_keys": arguments.api_key or ([environment_key] if environment_key else []),
-        "keys": read_keys(arguments.keys_file) if arguments.keys_file else None,
-        "admin_api_key": arguments.admin_api_key,
-        "allow_runtime_lora_updating": allow,
-        "lora_root": arguments.lora_root,
-        "lora_resolve_root": resolve_root,
-        "use_generation_config": arguments.generation_config == "auto",
-        "trust_request_chat_template": arguments.trust_request_chat_template,
-        "max_body_bytes": arguments.max_body_bytes,
-        "max_pending": arguments.max_pending or None,
-        "shutdown_timeout": arguments.shutdown_timeout,
+    engine = {
+        "served_model_name": given["served_model_name"],
+        "enable_lora": bool(given["enable_lora"] or modules or allow or given["lora_manifest"] or resolve_root),
+        "max_loras": given["max_loras"],
     }
+    for flag in FLAGS:
+        value = getattr(arguments, flag.name)
+        if flag.is_engine and value is not None:
+            engine[flag.name] = value
+    server = {
+        "served_model_names": given["served_model_name"] or [model],
+        "model_root": model,
+        "keys": read_keys(given["keys_file"]) if given["keys_file"] else None,
+        "api_keys": given["api_key"] or ([environment_key] if environment_key else []),
+        "allow_runtime_lora_updating": allow,
+        "lora_resolve_root": resolve_root,
+        "use_generation_config": given["generation_config"] == "auto",
+        "max_pending": given["max_pending"] or None,
+    }
+    server |= {name: given[name] for name in _AS_GIVEN}
+    return Plan(model, modules, engine, server, given["keys_file"])
+
+
+# Flags that the server takes under the same name and as they are.
+_AS_GIVEN = (
+    "host", "port", "admin_api_key", "lora_root", "trust_request_chat_template", "max_body_bytes", "shutdown_timeout",
+)  # fmt: skip
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until the process is told to stop."""
+    asked = plan(arguments)
     # Before the model is loaded, which takes longer than finding out that the port is taken.
-    port = _core.Port(arguments.host, arguments.port)
-    with LLM(
-        model=model,
-        served_model_name=arguments.served_model_name or None,
-        enable_lora=bool(arguments.enable_lora or modules or allow or arguments.lora_manifest or resolve_root),
-        max_loras=arguments.max_loras,
-        **engine,
-    ) as llm:
-        _register(llm, modules, settings["served_model_names"])
+    port = _core.Port(asked.server["host"], asked.server["port"])
+    with LLM(model=asked.model, **asked.engine) as llm:
+        _register(llm, asked.modules, asked.server["served_model_names"])
         # The server handles them from here on; Python's own handler would raise beside it.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        _core.serve(llm._core, port, settings, _ready, _reload(arguments.keys_file) if arguments.keys_file else None)
+        reload = reloader(asked.keys_file) if asked.keys_file else None
+        _core.serve(llm._core, port, asked.server, _ready, reload)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The engine behind `LLM`: adapters by `LoRARequest`, and the native object that does the work."""
+"""Adapters by `LoRARequest`: which the native engine has, and where their content was found."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
-import yaml
-
 from manylora import _core, hub
+from manylora.engine.manifest import read_manifest
 from manylora.engine_args import Settings
 from manylora.exceptions import (
     AdapterTimeoutError,
@@ -23,7 +20,6 @@ from manylora.exceptions import (
     ValidationError,
 )
 from manylora.lora.request import LoRARequest
-from manylora.sampling_params import SamplingParams
 
 logger = logging.getLogger("manylora")
 
@@ -33,54 +29,8 @@ _PLACES_KEPT = 64
 _LISTED = 20
 
 
-def read_manifest(path: str | os.PathLike[str]) -> list[tuple[str, int | None, str]]:
-    """Read a list of adapters, JSON or YAML: objects with `name`, `path` and perhaps `id`.
-
-    Relative paths are beside the file.
-
-    Raises:
-        ValidationError: the file cannot be read, or an entry has no name or path, or an id that is none.
-
-    """
-    is_yaml = Path(path).suffix.lower() in (".yaml", ".yml")
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        # Thousands of entries take the parser in Python a second.
-        entries = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)) if is_yaml else json.loads(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ValidationError(f"the manifest `{path}` cannot be read: {error}") from error
-    if not isinstance(entries, list):
-        raise ValidationError(f"the manifest `{path}` must hold a list of objects with `name` and `path`")
-    adapters = []
-    for number, entry in enumerate(entries):
-        name, place, int_id = (entry.get(key) if isinstance(entry, dict) else None for key in ("name", "path", "id"))
-        is_id = int_id is None or (type(int_id) is int and 0 < int_id < 2**63)
-        if not isinstance(name, str) or not isinstance(place, str) or not place or not is_id:
-            raise ValidationError(
-                f"entry {number} of the manifest `{path}` must have a `name`, a `path` and, if anything, a positive "
-                f"integer as `id`: {entry!r:.200}"
-            )
-        beside = Path(path).parent / place
-        adapters.append((name, int_id, str(beside) if beside.exists() else place))
-    return adapters
-
-
-@dataclass
-class Request:
-    """One prompt as the native side reads it; exactly one of `text` and `token_ids` is set."""
-
-    text: str | None
-    add_special_tokens: bool
-    token_ids: list[int] | None
-    params: SamplingParams
-    adapters: list[tuple[str, float]]
-    priority: int
-    cache_salt: str | None
-    tenant: str | None = None
-
-
-class LLMEngine:
-    """Adapter administration with vLLM's names, on top of the native engine."""
+class AdapterAdministration:
+    """Loads, registers, replaces and removes adapters, with vLLM's names, on top of the native engine."""
 
     def __init__(self, settings: Settings, core: _core.Engine):
         self.settings = settings
@@ -315,6 +265,21 @@ class LLMEngine:
             while len(places) > _PLACES_KEPT:
                 places.pop(next(iter(places)), None)
         return name
+
+    def is_at_hand(self, lora_request: LoRARequest | None) -> bool:
+        """Whether a request can name it without anything being read."""
+        if lora_request is None:
+            return True
+        if not self.settings.enable_lora or lora_request.load_inplace or lora_request.lora_tensors is not None:
+            return False
+        record = self.core.adapter(lora_request.lora_name)
+        place = self._paths.get(lora_request.lora_path) or hub.local_path(lora_request.lora_path)
+        return (
+            record is not None
+            and place is not None
+            and record.path == str(place)
+            and lora_request.lora_int_id in record.int_ids
+        )
 
     def stats(self) -> dict[str, Any]:
         """Return counters and levels of the scheduler, the KV cache and the adapter shelf."""

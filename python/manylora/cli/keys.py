@@ -1,0 +1,49 @@
+"""The keys file of `manylora serve`: read at the start, and again on SIGHUP."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+
+from manylora.exceptions import ValidationError
+
+logger = logging.getLogger("manylora")
+
+
+def read_keys(path: str) -> str:
+    """Read a keys file: a list of entries, or an object with such a list as `keys`. What they hold is checked natively.
+
+    Returns:
+        The list as JSON.
+
+    Raises:
+        ValidationError: the file cannot be read, or holds something else.
+
+    """
+    try:
+        # JSON is YAML too.
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ValidationError(f"the keys file `{path}` cannot be read: {error}") from error
+    entries = content.get("keys") if isinstance(content, dict) else content
+    if not isinstance(entries, list):
+        raise ValidationError(f"the keys file `{path}` must hold a list of keys, or an object with one as `keys`")
+    return json.dumps(entries)
+
+
+def reloader(path: str) -> Callable[..., str]:
+    """Return what a server calls on SIGHUP: without an argument for the keys, with an error where they were not taken."""
+
+    def reload(error: str | None = None) -> str:
+        if error is not None:
+            logger.error("the keys file was read again and not taken, the keys stay as they were: %s", error)
+            return ""
+        keys = read_keys(path)
+        logger.info("reading the keys file `%s` again", path)
+        return keys
+
+    return reload

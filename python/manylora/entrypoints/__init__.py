@@ -1,0 +1,1 @@
+"""Entry points, under the paths that users of vLLM import."""

@@ -1,0 +1,5 @@
+"""`LLM`, under the path that users of vLLM import."""
+
+from manylora.llm import LLM
+
+__all__ = ["LLM"]

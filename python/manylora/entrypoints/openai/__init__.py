@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server, under the path that users of vLLM run."""

@@ -1,0 +1,1 @@
+"""Modules that users of vLLM import from `v1`."""

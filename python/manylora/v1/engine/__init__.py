@@ -1,0 +1,1 @@
+"""Engines, under the paths that users of vLLM import."""
