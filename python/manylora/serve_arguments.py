@@ -110,8 +110,8 @@ ACCESS = (
         "keys_file",
         None,
         Kind.PATH,
-        "YAML or JSON list of users' keys: name, key, and perhaps adapters, base, requests_per_minute, max_concurrent and "
-        "weight; read again on SIGHUP",
+        "YAML or JSON list of users' keys: name, key, and perhaps adapters, base, requests_per_minute, "
+        "max_concurrent and weight; read again on SIGHUP",
         ours=True,
     ),
     _honoured("admin_api_key", None, Kind.TEXT, "key for loading, unloading and pinning adapters", ours=True),

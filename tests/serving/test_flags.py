@@ -140,7 +140,7 @@ ENGINE: dict[str, tuple[list[str], Any]] = {
     "strict_base": (["--strict-base"], True),
 }
 # Those with a test of their own, here or with what they do.
-APART = {"config", "enable_lora", "lora_modules", "lora_manifest", "max_loras"}
+APART = {"config", "enable_lora", "keys_file", "lora_modules", "lora_manifest", "max_loras"}
 
 
 def test_every_honoured_flag_is_in_one_of_the_lists() -> None:

@@ -36,7 +36,7 @@ def read_keys(path: str) -> str:
 
 
 def reloader(path: str) -> Callable[..., str]:
-    """Return what a server calls on SIGHUP: without an argument for the keys, with an error where they were not taken."""
+    """Return what a server calls on SIGHUP: for the keys, or with an error where they were not taken."""
 
     def reload(error: str | None = None) -> str:
         if error is not None:
