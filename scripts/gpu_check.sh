@@ -224,7 +224,7 @@ if grep -q ', no cuBLASLt (' <<< "$card"; then
     say "NOTE     cuBLASLt was not found (\`pip install nvidia-cublas\` brings it): base products are by our own kernels"
 fi
 
-part 'kernel parity' 90 "${parity[@]}" "$here/bin/kernel-tests" attention lora rows matmul
+part 'kernel parity' 90 "${parity[@]}" "$here/bin/kernel-tests" attention lora rows matmul largest
 part 'device functions' 30 "${parity[@]}" "$here/bin/kernel-tests" device
 part 'driver layer' 60 "$here/bin/${driver[0]}" "${driver[@]:1}"
 part 'backend' 90 "$here/bin/${backend[0]}" "${backend[@]:1}"
@@ -309,7 +309,7 @@ if [ "$full" = 1 ]; then
         skip 'compute-sanitizer' 'it needs a card'
     elif command -v compute-sanitizer > /dev/null; then
         for tool in memcheck racecheck synccheck; do
-            attempt "compute-sanitizer $tool" 600 9 "${parity[@]}" compute-sanitizer --tool "$tool" --error-exitcode 9 "$here/bin/kernel-tests" device lora matmul
+            attempt "compute-sanitizer $tool" 600 9 "${parity[@]}" compute-sanitizer --tool "$tool" --error-exitcode 9 "$here/bin/kernel-tests" device lora matmul attention rows largest
         done
     else
         skip 'compute-sanitizer' 'it is not there'

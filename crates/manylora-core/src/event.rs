@@ -172,7 +172,8 @@ pub enum Effect {
         /// Which version.
         digest: Digest,
     },
-    /// Take a version out of the table and drop its packed bytes.
+    /// Take a version out of the table and drop its packed bytes. May be carried out ahead of effects before it: nothing that
+    /// is planned or installed by then uses it.
     Evict {
         /// Where it was.
         slot: AdapterSlot,

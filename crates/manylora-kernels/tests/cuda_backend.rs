@@ -39,6 +39,7 @@ const CASES: &[(&str, fn())] = &[
     ("adapters_come_and_go", cases::adapters_come_and_go),
     ("bytes_are_what_was_said", cases::bytes_are_what_was_said),
     ("failures_come_out", cases::failures_come_out),
+    ("steps_run_without_memory_for_graphs", cases::steps_run_without_memory_for_graphs),
     ("a_move_that_fails_ends_the_step", cases::a_move_that_fails_ends_the_step),
     ("blocks_and_adapters_share_memory", sharing::blocks_and_adapters_share_memory),
     ("blocks_hold_nothing_of_adapters", sharing::blocks_hold_nothing_of_adapters),
@@ -79,6 +80,7 @@ fn main() -> ExitCode {
     let all = all.into_iter().filter(|case| deep() || !LONG.contains(&case.name.as_str()));
     stand_in::cases::run_on_cards(all.collect(), |name| match name {
         "failures_come_out::card"
+        | "steps_run_without_memory_for_graphs::card"
         | "a_move_that_fails_ends_the_step::card"
         | "blocks_that_cannot_be_moved_end_the_step::card" => Err("makes calls of the driver fail"),
         "launches_do_not_grow_with_adapters::card" => Err("counts launches"),

@@ -79,6 +79,8 @@ fn main() -> ExitCode {
         | "choosing::a_driver_too_old"
         | "choosing::too_little_memory" => Err("is about what the emulated device is told to lack"),
         "choosing::memory_of_others" => Err("takes a third of the device's memory"),
+        "choosing::all_of_the_memory" => Err("is about all of the emulated device's memory"),
+        "serving::default_sizes" => Err("measures memory that the other cases' processes take from a card"),
         "failing::every_function_in_turn" => Err("makes calls of the driver fail"),
         _ => Ok(()),
     })

@@ -493,7 +493,7 @@ pub(crate) fn failures_come_out() {
     backend.end_step().unwrap();
     device.forget_failures();
     // A recording that fails leaves nothing behind.
-    device.fail("cuGraphInstantiateWithFlags", 1, 2);
+    device.fail("cuGraphInstantiateWithFlags", 1, 999);
     let failed = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| toy.step(&step)));
     assert!(failed.is_err());
     device.forget_failures();
@@ -501,6 +501,21 @@ pub(crate) fn failures_come_out() {
         assert_eq!(bits(&toy.step(&step).0), bits(&reference.0));
     }
     assert!(toy.backend.recorded_steps() > 0);
+}
+
+/// Without memory for what is recorded, steps run as they do the first time.
+pub(crate) fn steps_run_without_memory_for_graphs() {
+    let device = StandIn::get();
+    let mut toy = toy(StorageType::Bf16, true);
+    let step = batch(&[Part::new(0, 0, 2, &[(0, 1.0)])], 4);
+    let reference = toy.step(&step);
+    device.fail("cuGraphInstantiateWithFlags", 1, 2);
+    assert_eq!(bits(&toy.step(&step).0), bits(&reference.0));
+    device.forget_failures();
+    for _ in 0..3 {
+        assert_eq!(bits(&toy.step(&step).0), bits(&reference.0));
+    }
+    assert_eq!(toy.backend.recorded_steps(), 0);
 }
 
 /// Adapters are moved together while a step has begun, and that fails: nobody knows where they lie, so the step gives no

@@ -398,7 +398,8 @@ impl Library {
             }
             (_, version) => {
                 let known = version.map(|version| Known { version, report: Arc::clone(&shelved.report) });
-                Job::Read { registration, source: shelved.source.clone(), known }
+                let set_aside = shelved.report.bytes;
+                Job::Read { registration, source: shelved.source.clone(), known, set_aside }
             }
         };
         if self.jobs.send(job).is_err() {

@@ -22,8 +22,9 @@ use crate::registry::{AdapterOrigin, AdapterSource};
 
 /// What the engine thread wants done elsewhere.
 pub(crate) enum Job {
-    /// Read, check and pack an adapter; of one that was read before it is known what it must be.
-    Read { registration: RegistrationId, source: AdapterSource, known: Option<Known> },
+    /// Read, check and pack an adapter, for which so many bytes are set aside; of one that was read before it is known what
+    /// it must be.
+    Read { registration: RegistrationId, source: AdapterSource, known: Option<Known>, set_aside: u64 },
     /// Pack an adapter that was given in memory and checked before.
     Pack { registration: RegistrationId, name: String, prepared: Box<PreparedAdapter> },
     /// Read and check an adapter, and say what its content is.
@@ -92,7 +93,7 @@ impl Reader {
     }
 
     /// Reads, checks and packs an adapter.
-    fn read(&self, source: &AdapterSource, known: Option<&Known>) -> Result<ReadAdapter, EngineError> {
+    fn read(&self, source: &AdapterSource, known: Option<&Known>, set_aside: u64) -> Result<ReadAdapter, EngineError> {
         let start = Instant::now();
         let stamp = source.origin.path().and_then(Stamp::take);
         let LoadedContent { digest, report, packed } = match &source.origin {
@@ -102,6 +103,7 @@ impl Reader {
                 let room = self.packer.lend_core();
                 let header = adapter::inspect(&source.name, path, &self.policy)?;
                 drop(room);
+                self.check_fits(source, self.packer.bytes(header.sites()), set_aside)?;
                 match known {
                     None => header.load(self.packer.as_ref())?,
                     Some(known) => match header.load_again(self.packer.as_ref(), &known.report) {
@@ -122,6 +124,21 @@ impl Reader {
         let report = Arc::new(LoadReport { bytes: packed.bytes, ..report });
         let seconds = start.elapsed().as_secs_f64();
         Ok(ReadAdapter { version: Digest(digest), report, packed, stamp, seconds })
+    }
+
+    /// On a device, where what is packed is placed at once, no adapter may take what was set aside for others.
+    fn check_fits(&self, source: &AdapterSource, bytes: u64, set_aside: u64) -> Result<(), EngineError> {
+        if bytes <= set_aside || !self.packer.has_own_memory() {
+            return Ok(());
+        }
+        Err(EngineError::AdapterOperation {
+            name: source.name.clone(),
+            message: format!(
+                "{} changed on disk: it takes `{bytes}` bytes now and took `{set_aside}` when it was registered; load it \
+                 again to serve the new content",
+                source.origin
+            ),
+        })
     }
 
     fn call_hook(&self, source: &AdapterSource) -> Result<(), EngineError> {
@@ -155,8 +172,8 @@ impl Reader {
     /// The answer to a job.
     pub(crate) fn carry_out(&self, job: Job) -> Command {
         match job {
-            Job::Read { registration, source, known } => {
-                let result = Self::guarded(&source.name, || self.read(&source, known.as_ref()));
+            Job::Read { registration, source, known, set_aside } => {
+                let result = Self::guarded(&source.name, || self.read(&source, known.as_ref(), set_aside));
                 Command::Read { registration, result }
             }
             Job::Pack { registration, name, prepared } => {

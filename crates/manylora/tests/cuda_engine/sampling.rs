@@ -28,9 +28,19 @@ fn tokens(engine: &Engine, requests: Vec<GenerateRequest>) -> Vec<Vec<u32>> {
     answers(engine, requests).into_iter().map(|(tokens, _)| tokens).collect()
 }
 
-/// Launches of the greedy search and of the lists, and copies from the card.
-fn fetched(device: StandIn) -> [u64; 3] {
-    [device.launches("argmax_f32"), device.launches("largest_f32"), device.calls("cuMemcpyDtoHAsync_v2")]
+/// Counts from now on, where that can be done: not on a card.
+fn count() {
+    if let Some(device) = StandIn::counting() {
+        device.reset_counts();
+    }
+}
+
+/// Checks launches of the greedy search and of the lists, and copies from the card, since [`count`].
+fn check_fetched(right: impl FnOnce(u64, u64, u64) -> bool) {
+    let Some(device) = StandIn::counting() else { return };
+    let (argmax, lists) = (device.launches("argmax_f32"), device.launches("largest_f32"));
+    let copies = device.calls("cuMemcpyDtoHAsync_v2");
+    assert!(right(argmax, lists, copies), "{argmax} greedy searches, {lists} lists, {copies} copies");
 }
 
 /// Under top_k the host fetches lists and no rows, as long as no neighbour needs rows: tokens are the same in all cases.
@@ -42,7 +52,6 @@ pub(crate) fn lists_give_the_tokens_of_rows() {
         config.max_num_batched_tokens = Some(512);
     });
     load(&engine, &oracle, &["alpha", "beta"]);
-    let device = StandIn::get();
     let top_k = [1, 2, 20, 50, 200, 256];
     let prompt = oracle.prompt("mid");
     let adapter = |index: usize| [None, Some("alpha"), Some("beta")][index % 3];
@@ -52,35 +61,32 @@ pub(crate) fn lists_give_the_tokens_of_rows() {
         request(&prompt, adapter(index), SamplingParams { logprobs: Some(1), ..random(top_k[index], index as i64) })
     };
     let greedy = || request(&prompt, None, SamplingParams { temperature: 0.0, ..random(0, 0) });
-    device.reset_counts();
+    count();
     let wanted = tokens(&engine, (0..top_k.len()).map(whole).collect());
     assert!(wanted.iter().all(|tokens| tokens.len() == LENGTH));
     assert!(wanted.iter().any(|tokens| tokens != &wanted[0]), "one text for all");
-    let [argmax, lists, copies] = fetched(device);
-    assert!((argmax, lists) == (0, 0) && copies >= LENGTH as u64, "{argmax} {lists} {copies}");
+    check_fetched(|argmax, lists, copies| (argmax, lists) == (0, 0) && copies >= LENGTH as u64);
     let wanted_greedy = tokens(&engine, vec![greedy()]).remove(0);
 
-    device.reset_counts();
+    count();
     assert_eq!(tokens(&engine, (0..top_k.len()).map(listed).collect()), wanted);
-    let [argmax, lists, copies] = fetched(device);
-    assert!((argmax, copies) == (0, lists) && lists >= LENGTH as u64, "{argmax} {lists} {copies}");
+    check_fetched(|argmax, lists, copies| (argmax, copies) == (0, lists) && lists >= LENGTH as u64);
 
     // Beside greedy rows both small results are fetched, and still no row.
-    device.reset_counts();
+    count();
     let with_greedy = (0..top_k.len()).map(listed).chain([greedy()]).collect();
     let found = tokens(&engine, with_greedy);
     assert_eq!((&found[..top_k.len()], &found[top_k.len()]), (&wanted[..], &wanted_greedy));
-    let [argmax, lists, copies] = fetched(device);
-    assert!(argmax >= LENGTH as u64 && lists >= LENGTH as u64 && copies == argmax + lists, "{argmax} {lists} {copies}");
+    let least = LENGTH as u64;
+    check_fetched(|argmax, lists, copies| argmax >= least && lists >= least && copies == argmax + lists);
 
     // Rows that one needs are fetched for all, and lists are not; one that does without top_k is such a one.
     for open in [0, 257] {
-        device.reset_counts();
+        count();
         let mixed = (0..top_k.len()).map(listed).chain([request(&prompt, None, random(open, 3))]).collect();
         assert_eq!(tokens(&engine, mixed)[..top_k.len()], wanted, "top_k {open}");
         // Those that arrive before it, or go on after it, are not kept from lists.
-        let [argmax, lists, copies] = fetched(device);
-        assert_eq!((argmax, copies - lists), (0, LENGTH as u64), "{lists} lists");
+        check_fetched(|argmax, lists, copies| (argmax, copies - lists) == (0, LENGTH as u64));
     }
     // Neighbours that come and go: the longer ones run on with lists.
     let long = |index: usize| {
@@ -115,15 +121,13 @@ pub(crate) fn ties_that_fill_a_list_are_read_from_rows() {
     let oracle = Oracle::open("llama");
     let folder = tempfile::tempdir().unwrap();
     without_a_head(&oracle, folder.path());
-    let device = StandIn::get();
     let base = |config: &mut EngineConfig| config.model = EngineConfig::new(folder.path()).model;
     let card = on_card(&oracle, base);
     let processor = engine(&oracle, base);
     let requests = || (0..4).map(|index| request(&oracle.prompt("few"), None, random(20, index))).collect::<Vec<_>>();
-    device.reset_counts();
+    count();
     let found = tokens(&card, requests());
-    let [argmax, lists, copies] = fetched(device);
-    assert!(argmax == 0 && lists >= LENGTH as u64 && copies == 2 * lists, "{argmax} {lists} {copies}");
+    check_fetched(|argmax, lists, copies| argmax == 0 && lists >= LENGTH as u64 && copies == 2 * lists);
     assert_eq!(found, tokens(&processor, requests()));
     let distinct: std::collections::BTreeSet<u32> = found.into_iter().flatten().collect();
     assert!(distinct.len() > 20, "all tokens are as likely: {distinct:?}");

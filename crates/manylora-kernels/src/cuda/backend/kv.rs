@@ -135,13 +135,14 @@ impl Positions {
     /// Gives a position to each of these blocks that has none, and says which were reached for that: nobody may work on those
     /// before they are taken from adapters and zeroed. A steady step has none, and this allocates nothing.
     pub(super) fn provide(&mut self, blocks: &[u32]) -> Result<Range<u32>, CudaError> {
-        let before = self.reached;
+        let (before, len) = (self.reached, self.of_block.len());
+        // Before anything is changed.
+        if let Some(&block) = blocks.iter().find(|&&block| block as usize >= len) {
+            let start = block as usize;
+            return Err(CudaError::Range { what: "the KV cache's blocks", len, start, end: start + 1 });
+        }
         for &block in blocks {
-            let Some(of_block) = self.of_block.get_mut(block as usize) else {
-                self.forget(before..self.reached);
-                let (len, start) = (self.of_block.len(), block as usize);
-                return Err(CudaError::Range { what: "the KV cache's blocks", len, start, end: start + 1 });
-            };
+            let of_block = &mut self.of_block[block as usize];
             if *of_block != NONE {
                 continue;
             }

@@ -92,6 +92,11 @@ pub struct CudaOptions {
     pub graphs: bool,
 }
 
+/// Recorded steps that are kept: the driver takes some hundred KiB for each, which no budget counts.
+const MOST_RECORDED: usize = 256;
+/// The driver's code for it, CUDA_ERROR_OUT_OF_MEMORY.
+const OUT_OF_MEMORY: u32 = 2;
+
 /// What a recorded run of the layers is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct RunKey {
@@ -110,6 +115,8 @@ struct Recorded {
     cache: GraphCache<RunKey>,
     /// Run once, so that kernels are loaded and products planned.
     warm: HashSet<RunKey>,
+    /// The driver had no memory for one: nothing is recorded any more.
+    off: bool,
 }
 
 /// The backend that runs on a card.
@@ -190,7 +197,7 @@ impl CudaBackend {
         let sites = Site::count(layers as u32);
         let shape = (heads, kv_heads, head_dim);
         let state = StepState::new(&arena, device.compute(), products, sites, shape, room)?;
-        let recorded = Recorded { cache: GraphCache::new(device.context())?, warm: HashSet::new() };
+        let recorded = Recorded { cache: GraphCache::new(device.context())?, warm: HashSet::new(), off: false };
         device.compute().synchronize()?;
         Ok(Self {
             described,
@@ -496,17 +503,34 @@ impl Backend for CudaBackend {
     fn run_layers(&self, walk: u64, _batch: &StepBatch, layers: &mut dyn FnMut()) {
         let Some(key) = self.run_key(walk) else { return layers() };
         let mut recorded = self.recorded();
+        if recorded.off {
+            return layers();
+        }
         if std::mem::take(&mut self.state().moved) {
             recorded.cache.clear();
             // Products are planned by shape, kernels are loaded: the next run of each may be recorded at once.
         }
-        if recorded.cache.get(&key).is_none() && recorded.warm.insert(key) {
-            drop(recorded);
-            return layers();
+        if recorded.cache.get(&key).is_none() {
+            if recorded.warm.insert(key) {
+                drop(recorded);
+                return layers();
+            }
+            if recorded.cache.len() >= MOST_RECORDED {
+                recorded.cache.clear();
+            }
         }
-        let replayed = self.replay(&mut recorded, key, layers);
-        if let Err(error) = replayed {
-            self.state().error.get_or_insert(error);
+        match self.replay(&mut recorded, key, layers) {
+            Ok(()) => {}
+            // What is recorded takes the driver's memory, of which there is no more: steps run without.
+            Err(CudaError::Driver { code, .. }) if code == OUT_OF_MEMORY => {
+                recorded.cache.clear();
+                recorded.off = true;
+                drop(recorded);
+                layers();
+            }
+            Err(error) => {
+                self.state().error.get_or_insert(error);
+            }
         }
     }
 
