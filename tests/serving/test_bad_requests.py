@@ -82,8 +82,6 @@ def test_wrong_fields_are_named(server: Server, fields: dict[str, Any], param: s
     ],
 )
 def test_wrong_values_are_explained(server: Server, fields: dict[str, Any], told: str) -> None:
-    if fields.get("prompt") == "" and server.post("/tokenize", {"prompt": ""}).json()["count"]:
-        pytest.skip("this tokenizer begins every text with a token")
     answer = server.complete("base", **fields)
     assert answer.status_code == 400, answer.text
     assert told in answer.json()["error"]["message"]
@@ -143,15 +141,11 @@ def test_one_disconnect_frees_its_rows(server: Server) -> None:
 
 def test_too_many_are_sent_away_for_a_moment(start_server: StartServer) -> None:
     server = start_server("--max-pending", "2")
-    with server.client.stream(
-        "POST",
-        "/v1/completions",
-        json={"prompt": PROMPT, "max_tokens": 500, "ignore_eos": True, "stream": True, "n": 2, "temperature": 1},
-    ) as running:
+    # More than may wait, but alone it may run: it takes long beside what asking again takes.
+    long = {"prompt": [PROMPT] * 48, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with server.client.stream("POST", "/v1/completions", json=long) as running:
         assert running.status_code == 200, running.read()
         answer = server.complete()
-        if answer.status_code == 200:
-            pytest.skip("the first request was over before the second came")
         assert answer.status_code == 503
         assert answer.headers["retry-after"] == "1"
         assert "max_pending" in answer.json()["error"]["message"]
