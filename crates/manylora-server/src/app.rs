@@ -9,6 +9,7 @@ use manylora::{EngineError, EngineHandle};
 use crate::auth::Keys;
 use crate::config::ServerConfig;
 use crate::error::{ApiError, ServerError};
+use crate::metrics::Metrics;
 use crate::resolver::Resolver;
 use crate::roots::LoraRoot;
 
@@ -22,6 +23,7 @@ pub(crate) struct App {
     pub(crate) lora_root: LoraRoot,
     /// Finds adapters at first use.
     pub(crate) resolver: Option<Resolver>,
+    pub(crate) metrics: Metrics,
     /// Unix time.
     pub(crate) started: u64,
     /// Sequences that wait or run.
@@ -55,7 +57,9 @@ impl App {
         }
         let (keys, lora_root) = (Keys::new(&config)?, LoraRoot::new(&config)?);
         let resolver = config.lora_resolve_root.as_deref().map(Resolver::new).transpose()?;
+        let metrics = Metrics::new(&engine, names.first().map_or("", String::as_str), config.max_adapter_series);
         Ok(Arc::new(Self {
+            metrics,
             resolver,
             engine,
             config,
@@ -89,19 +93,23 @@ impl App {
     /// Admits `sequences` more, unless there are too many or the server is about to end.
     pub(crate) fn admit(self: &Arc<Self>, sequences: usize) -> Result<Pending, ApiError> {
         if self.is_draining() {
+            self.metrics.rejections().draining.fetch_add(1, Ordering::Relaxed);
             return Err(ApiError::unavailable("the server is shutting down and takes no new requests", 5));
         }
         let before = self.pending.fetch_add(sequences, Ordering::Relaxed);
         let admitted = Pending { app: Arc::clone(self), sequences };
         match self.config.max_pending {
             // One request alone may always run, however many samples it wants.
-            Some(most) if before > 0 && before.saturating_add(sequences) > most => Err(ApiError::unavailable(
-                format!(
-                    "the server has `{before}` sequences waiting and running, and takes `{most}` at most (max_pending); try again \
-                     in a moment"
-                ),
-                1,
-            )),
+            Some(most) if before > 0 && before.saturating_add(sequences) > most => {
+                self.metrics.rejections().full.fetch_add(1, Ordering::Relaxed);
+                Err(ApiError::unavailable(
+                    format!(
+                        "the server has `{before}` sequences waiting and running, and takes `{most}` at most (max_pending); try \
+                         again in a moment"
+                    ),
+                    1,
+                ))
+            }
             _ => Ok(admitted),
         }
     }

@@ -70,6 +70,13 @@ def add_parser(commands: Any) -> None:
         help="sequences that may wait and run before requests are answered 503; 0 = no limit (default: 4096)",
     )
     server.add_argument(
+        "--max-adapter-series",
+        type=_count,
+        default=512,
+        metavar="N",
+        help="adapters with series of their own among the metrics; the rest share one, `other` (default: 512)",
+    )
+    server.add_argument(
         "--max-body-bytes",
         type=_count,
         default=32 << 20,
@@ -239,6 +246,7 @@ def run(arguments: argparse.Namespace) -> int:
         "trust_request_chat_template": arguments.trust_request_chat_template,
         "max_body_bytes": arguments.max_body_bytes,
         "max_pending": arguments.max_pending or None,
+        "max_adapter_series": arguments.max_adapter_series,
         "shutdown_timeout": arguments.shutdown_timeout,
     }
     # Before the model is loaded, which takes longer than finding out that the port is taken.
