@@ -97,6 +97,13 @@ LISTENING = (
         ours=True,
     ),
     _honoured(
+        "max_adapter_series",
+        512,
+        Kind.WHOLE,
+        "adapters with series of their own among the metrics; the rest share one, `other`",
+        ours=True,
+    ),
+    _honoured(
         "shutdown_timeout",
         30.0,
         Kind.SECONDS,

@@ -2,6 +2,8 @@
 //!
 //! No event, in whatever order, makes it panic: what is unknown is ignored or answered by an effect.
 
+use std::collections::BTreeMap;
+
 use crate::config::CoreConfig;
 use crate::error::CoreError;
 use crate::event::{Client, Effect, Event, FailureReason, FinishReason, LoadedAdapter, StepOutcome, UnloadMode};
@@ -9,9 +11,9 @@ use crate::eviction::EvictionPolicy;
 use crate::identity::{BlockId, RegistrationId, Time};
 use crate::memory::{LoadEnd, Memory, Want};
 use crate::plan::StepPlan;
-use crate::request::{Request, RequestIndex};
+use crate::request::{Phase, Request, RequestIndex};
 use crate::scheduler::Scheduler;
-use crate::stats::{CoreStats, RegistrationStatus, ResidentAdapter};
+use crate::stats::{AdapterUsers, CoreStats, RegistrationStatus, ResidentAdapter};
 
 /// The control plane: scheduler, KV block pool and adapter shelf behind one door.
 #[derive(Debug)]
@@ -128,9 +130,15 @@ impl ControlPlane {
                 slot: version.slot?,
             })
         });
+        let resident = |request: &Request| {
+            let bound = |version| memory.shelf.version(version).is_resident();
+            request.adapters.iter().all(|adapter| adapter.version.is_some_and(bound))
+        };
+        let kept_out = |request: &Request| request.phase == Phase::Waiting && !resident(request);
         CoreStats {
             running: scheduler.running.len(),
             waiting: scheduler.queue.len() + scheduler.preempted.len(),
+            waiting_for_adapters: scheduler.requests.iter().filter(|(_, request)| kept_out(request)).count(),
             free_blocks: memory.pool.available(),
             total_blocks: memory.pool.capacity(),
             adapters: residents.collect(),
@@ -144,6 +152,30 @@ impl ControlPlane {
             evictions: memory.evictions,
             loads: memory.loads,
         }
+    }
+
+    /// The registrations that live requests name, and how many each.
+    pub fn users(&self) -> BTreeMap<RegistrationId, AdapterUsers> {
+        let mut users: BTreeMap<RegistrationId, AdapterUsers> = BTreeMap::new();
+        for (_, request) in self.scheduler.requests.iter() {
+            for (position, adapter) in request.adapters.iter().enumerate() {
+                let registration = adapter.registration;
+                if request.adapters[..position].iter().any(|earlier| earlier.registration == registration) {
+                    continue;
+                }
+                let users = users.entry(registration).or_default();
+                match request.phase {
+                    Phase::Running => users.running += 1,
+                    Phase::Waiting | Phase::Preempted => users.waiting += 1,
+                }
+            }
+        }
+        users
+    }
+
+    /// Whether requests for a registration need no load.
+    pub fn is_resident(&self, registration: RegistrationId) -> bool {
+        self.memory.shelf.is_resident(registration)
     }
 
     /// A look at one registration; None if the id is stale or unknown.

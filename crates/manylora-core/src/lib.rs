@@ -43,4 +43,4 @@ pub use eviction::EvictionPolicyKind;
 pub use identity::{AdapterSlot, BlockId, Digest, RegistrationId, RequestId, Time};
 pub use plan::{PlannedAdapter, PlannedSequence, StepPlan};
 pub use sampling::SamplingParams;
-pub use stats::{CoreStats, RegistrationStatus, ResidentAdapter};
+pub use stats::{AdapterUsers, CoreStats, RegistrationStatus, ResidentAdapter};

@@ -44,6 +44,8 @@ pub struct PlannedSequence {
     pub all_logits: bool,
     /// Tokens of this sequence that were found in the prefix cache when it was admitted.
     pub cached_tokens: u32,
+    /// How often it has lost its blocks so far.
+    pub preemptions: u32,
 }
 
 /// One step.

@@ -252,6 +252,7 @@ impl Scheduler {
             samples,
             all_logits: request.all_prompt_logits && !request.prompt_done && first < request.prompt_length,
             cached_tokens: request.cached_tokens.unwrap_or(0),
+            preemptions: request.epoch,
         });
         flight.sequences.push(Flying { index, request: request.id, rows, samples, epoch: request.epoch });
         request.computed = last;

@@ -42,6 +42,15 @@ pub struct RegistrationStatus {
     pub requests: usize,
 }
 
+/// Live requests that name a registration.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+pub struct AdapterUsers {
+    /// Admitted ones.
+    pub running: usize,
+    /// Those that wait: for a load, for their turn, or preempted.
+    pub waiting: usize,
+}
+
 /// A look at the whole control plane.
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct CoreStats {
@@ -49,6 +58,8 @@ pub struct CoreStats {
     pub running: usize,
     /// Requests that wait: for a load, for their turn, or preempted.
     pub waiting: usize,
+    /// Those of them that were never admitted and whose adapters are not all resident.
+    pub waiting_for_adapters: usize,
     /// KV blocks that nobody holds (cached ones included).
     pub free_blocks: usize,
     /// KV blocks there are now: the ledger less the adapters.

@@ -48,6 +48,7 @@ pub(crate) struct Settings {
     trust_request_chat_template: bool,
     max_body_bytes: usize,
     max_pending: Option<usize>,
+    max_adapter_series: usize,
     shutdown_timeout: f64,
 }
 
@@ -70,6 +71,7 @@ impl Settings {
             trust_request_chat_template: settings.trust_request_chat_template,
             max_body_bytes: settings.max_body_bytes,
             max_pending: settings.max_pending,
+            max_adapter_series: settings.max_adapter_series,
             shutdown_timeout: Duration::try_from_secs_f64(settings.shutdown_timeout).unwrap_or(Duration::MAX),
         })
     }

@@ -11,6 +11,7 @@ use crate::auth::Keys;
 use crate::config::ServerConfig;
 use crate::error::{ApiError, ServerError};
 use crate::keys::{ApiKey, Caller, Running};
+use crate::metrics::Metrics;
 use crate::resolver::Resolver;
 use crate::roots::LoraRoot;
 
@@ -24,6 +25,7 @@ pub(crate) struct App {
     pub(crate) lora_root: LoraRoot,
     /// Finds adapters at first use.
     pub(crate) resolver: Option<Resolver>,
+    pub(crate) metrics: Metrics,
     /// Unix time.
     pub(crate) started: u64,
     /// Sequences that wait or run.
@@ -58,7 +60,9 @@ impl App {
         }
         let (keys, lora_root) = (Keys::new(&config)?, LoraRoot::new(&config)?);
         let resolver = config.lora_resolve_root.as_deref().map(Resolver::new).transpose()?;
+        let metrics = Metrics::new(&engine, names.first().map_or("", String::as_str), config.max_adapter_series);
         let app = Arc::new(Self {
+            metrics,
             resolver,
             engine,
             config,
@@ -109,19 +113,23 @@ impl App {
     /// Admits `sequences` more, unless there are too many or the server is about to end.
     pub(crate) fn admit(self: &Arc<Self>, caller: &Caller, sequences: usize) -> Result<Pending, ApiError> {
         if self.is_draining() {
+            self.metrics.rejections().draining.fetch_add(1, Ordering::Relaxed);
             return Err(ApiError::unavailable("the server is shutting down and takes no new requests", 5));
         }
         let before = self.pending.fetch_add(sequences, Ordering::Relaxed);
         let mut admitted = Pending { app: Arc::clone(self), sequences, running: None };
         match self.config.max_pending {
             // One request alone may always run, however many samples it wants.
-            Some(most) if before > 0 && before.saturating_add(sequences) > most => Err(ApiError::unavailable(
-                format!(
-                    "the server has `{before}` sequences waiting and running, and takes `{most}` at most (max_pending); try again \
-                     in a moment"
-                ),
-                1,
-            )),
+            Some(most) if before > 0 && before.saturating_add(sequences) > most => {
+                self.metrics.rejections().full.fetch_add(1, Ordering::Relaxed);
+                Err(ApiError::unavailable(
+                    format!(
+                        "the server has `{before}` sequences waiting and running, and takes `{most}` at most (max_pending); try \
+                         again in a moment"
+                    ),
+                    1,
+                ))
+            }
             _ => {
                 admitted.running = caller.admit()?;
                 Ok(admitted)

@@ -39,6 +39,8 @@ pub struct ServerConfig {
     pub max_body_bytes: usize,
     /// Sequences that may wait or run before further requests are answered 503; None = no limit.
     pub max_pending: Option<usize>,
+    /// Most adapters that have series of their own among the metrics; those beyond share the series `other`.
+    pub max_adapter_series: usize,
     /// How long what runs may go on after the server was told to stop.
     pub shutdown_timeout: Duration,
 }
@@ -60,6 +62,7 @@ impl Default for ServerConfig {
             trust_request_chat_template: false,
             max_body_bytes: 32 << 20,
             max_pending: Some(4096),
+            max_adapter_series: 512,
             shutdown_timeout: Duration::from_secs(30),
         }
     }

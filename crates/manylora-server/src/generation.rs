@@ -10,6 +10,7 @@ use manylora::{Delta, EngineError, GenerateRequest, RequestStream};
 use crate::app::{App, Pending};
 use crate::error::ApiError;
 use crate::keys::Caller;
+use crate::metrics::Account;
 
 /// A request's stream, with the number of its prompt.
 struct Tagged {
@@ -34,6 +35,7 @@ pub(crate) struct Generation {
     pub(crate) version: Option<String>,
     first: Option<(usize, Delta)>,
     rest: SelectAll<Tagged>,
+    account: Account,
     _pending: Pending,
 }
 
@@ -46,11 +48,15 @@ impl Generation {
         streaming: bool,
     ) -> Result<Self, ApiError> {
         let pending = app.admit(caller, requests.iter().map(|request| request.params.n).sum())?;
-        let streams = app.blocking(move |app| app.engine.submit_all(requests, streaming)).await?;
+        let mut account = Account::open(app, &requests);
+        let submitted = app.blocking(move |app| app.engine.submit_all(requests, streaming)).await;
+        let streams = submitted.inspect_err(|_| account.void())?;
+        account.submitted(streams.iter().map(|stream| stream.prompt_token_ids().len()));
         let prompts = streams.iter().map(|stream| stream.prompt_token_ids().to_vec()).collect();
         let bound = streams.first().and_then(|stream| stream.adapter_versions().first().cloned());
         let tagged = streams.into_iter().enumerate().map(|(prompt, stream)| Tagged { prompt, stream });
-        let mut generation = Self { prompts, version: None, first: None, rest: select_all(tagged), _pending: pending };
+        let rest = select_all(tagged);
+        let mut generation = Self { prompts, version: None, first: None, rest, account, _pending: pending };
         generation.first = generation.next().await.transpose()?;
         generation.version = match bound {
             Some((_, Some(version))) => Some(version.to_string()),
@@ -69,6 +75,10 @@ impl Generation {
             return Some(Ok(first));
         }
         let (prompt, delta) = self.rest.next().await?;
+        match &delta {
+            Ok(delta) => self.account.see(prompt, delta),
+            Err(_) => self.account.fail(prompt),
+        }
         Some(delta.map(|delta| (prompt, delta)).map_err(ApiError::from))
     }
 
@@ -89,6 +99,7 @@ impl Generation {
             sample.prompt_logprobs = delta.prompt_logprobs.or(sample.prompt_logprobs.take());
             sample.finish_reason = delta.finish_reason.or(sample.finish_reason);
             sample.stop_reason = delta.stop_reason.or(sample.stop_reason.take());
+            sample.timing = delta.timing.or(sample.timing);
         }
         Ok(all)
     }

@@ -6,7 +6,7 @@
 //! Reading order: [`config`]; `app` (what all routes share) and `routes`; then the way of a request: `body` and `fields` (JSON in,
 //! with errors that name the place), `sampling` (fields to sampling parameters), `target` (model name to adapters), `resolver` (adapters found at first use),
 //! `completions` and `chat`, `generation` (the engine's streams), `events` (server-sent events), `logprobs`. `adapters` loads,
-//! unloads and pins, behind `auth`; `keys` has what each user may do; `error` is the one place where errors become answers; `listener` has the connections.
+//! unloads and pins, behind `auth`; `keys` has what each user may do; `metrics` counts and tells; `error` is the one place where errors become answers; `listener` has the connections.
 
 mod adapters;
 mod answer;
@@ -23,6 +23,7 @@ mod generation;
 mod keys;
 mod listener;
 mod logprobs;
+mod metrics;
 mod models;
 mod resolver;
 mod roots;

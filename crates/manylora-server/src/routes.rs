@@ -13,7 +13,7 @@ use manylora::EngineHandle;
 use crate::app::App;
 use crate::config::ServerConfig;
 use crate::error::{ApiError, ServerError};
-use crate::{adapters, answer, chat, completions, models, status, tokens};
+use crate::{adapters, answer, chat, completions, metrics, models, status, tokens};
 
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
@@ -28,7 +28,8 @@ pub(crate) fn routes(app: &Arc<App>) -> Router {
         .route("/health", get(status::health))
         .route("/ping", get(status::health).post(status::health))
         .route("/version", get(status::version))
-        .route("/load", get(status::load));
+        .route("/load", get(status::load))
+        .route("/metrics", get(metrics::show));
     let users = Router::new()
         .route("/v1/models", get(models::list))
         .route("/v1/models/{*name}", get(models::get))
@@ -46,6 +47,7 @@ pub(crate) fn routes(app: &Arc<App>) -> Router {
         .merge(managers)
         .fallback(nowhere)
         .method_not_allowed_fallback(wrong_method)
+        .layer(from_fn_with_state(Arc::clone(app), metrics::count_http))
         .layer(from_fn(with_request_id))
         .with_state(Arc::clone(app))
 }

@@ -30,7 +30,10 @@ pub mod sampler;
 pub mod stream;
 
 pub use config::{DType, Device, EngineConfig, ReadHook};
-pub use engine::{CardMemory, DeviceMemory, Engine, EngineHandle, EngineInfo, EngineStats, Share, model_dimensions};
+pub use engine::{
+    CardMemory, DeviceMemory, Distribution, Engine, EngineHandle, EngineInfo, EngineStats, LoadFailureCounts, Meters,
+    NamedResident, Share, Timing, model_dimensions,
+};
 pub use error::EngineError;
 pub use manylora_core::eviction::EvictionPolicyKind;
 pub use manylora_core::sampling::LogprobsMode;

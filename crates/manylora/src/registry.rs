@@ -123,6 +123,13 @@ pub struct AdapterInfo {
     pub report: Arc<LoadReport>,
 }
 
+impl AdapterInfo {
+    /// The highest rank of its factors.
+    pub fn rank(&self) -> u32 {
+        self.report.modules.values().map(|module| module.rank).max().unwrap_or(0)
+    }
+}
+
 /// A registration as the table publishes it. Every clone is a hold: while a request that resolved the name is still on
 /// its way to the engine thread, an unload of the registration waits (promise P6).
 #[derive(Clone, Debug)]
@@ -192,6 +199,15 @@ impl Registry {
 
     pub(crate) fn name_of_id(&self, id: u64) -> Option<String> {
         self.read(|table| table.name_of_id.get(&id).cloned())
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.read(|table| table.by_name.len())
+    }
+
+    /// Looks at each adapter, by name.
+    pub(crate) fn each(&self, mut look: impl FnMut(&AdapterInfo)) {
+        self.read(|table| table.by_name.values().for_each(|entry| look(&entry.info)));
     }
 
     pub(crate) fn list(&self) -> Vec<AdapterInfo> {

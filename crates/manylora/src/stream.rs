@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use manylora_core::{Digest, FinishReason};
 
+use crate::engine::Timing;
 use crate::error::EngineError;
 use crate::sampler::TokenLogprobs;
 
@@ -39,6 +40,8 @@ pub struct Delta {
     pub finish_reason: Option<FinishReason>,
     /// What made it stop, if it was more than an end token.
     pub stop_reason: Option<StopReason>,
+    /// In the sample's last delta, if it has tokens: how it went.
+    pub timing: Option<Timing>,
 }
 
 #[derive(Debug, Default)]
@@ -203,6 +206,7 @@ impl RequestStream {
             sample.prompt_logprobs = delta.prompt_logprobs.or(sample.prompt_logprobs.take());
             sample.finish_reason = delta.finish_reason.or(sample.finish_reason);
             sample.stop_reason = delta.stop_reason.or(sample.stop_reason.take());
+            sample.timing = delta.timing.or(sample.timing);
         }
         Ok(samples)
     }

@@ -195,7 +195,8 @@ def plan(arguments: argparse.Namespace) -> Plan:
 
 # Flags that the server takes under the same name and as they are.
 _AS_GIVEN = (
-    "host", "port", "admin_api_key", "lora_root", "trust_request_chat_template", "max_body_bytes", "shutdown_timeout",
+    "host", "port", "admin_api_key", "lora_root", "trust_request_chat_template", "max_adapter_series", "max_body_bytes",
+    "shutdown_timeout",
 )  # fmt: skip
 
 

@@ -395,3 +395,24 @@ fn events_of_a_trace_are_read_back_with_their_defaults() {
         assert!(serde_json::from_str::<Event>(&without).is_ok(), "{without}");
     }
 }
+
+#[test]
+fn users_are_told_by_whether_they_run() {
+    let mut driver = Driver::new(CoreConfig { max_num_seqs: 2, ..config(64) });
+    let (alpha, beta, cold) = (driver.register(2, 50), driver.register(3, 70), driver.register(4, 10));
+    driver.submit(&prompt(1, 4), 9, &[alpha]);
+    driver.submit(&prompt(2, 4), 9, &[alpha, beta]);
+    driver.step();
+    driver.instant_loads = false;
+    driver.submit(&prompt(3, 4), 9, &[beta]);
+    driver.submit(&prompt(4, 4), 9, &[cold, cold]);
+    driver.submit(&prompt(5, 4), 9, &[]);
+    let users = driver.core.users();
+    let told = |id| users.get(&id).map(|users| (users.running, users.waiting));
+    assert_eq!((told(alpha), told(beta), told(cold)), (Some((2, 0)), Some((1, 1)), Some((0, 1))));
+    let stats = driver.core.stats();
+    assert_eq!((stats.running, stats.waiting, stats.waiting_for_adapters), (2, 3, 1));
+    assert!(driver.core.is_resident(alpha) && !driver.core.is_resident(cold));
+    driver.finish();
+    assert!(driver.core.users().is_empty());
+}

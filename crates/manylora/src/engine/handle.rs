@@ -1,5 +1,6 @@
 //! [`EngineHandle`]: what callers hold. Validation, tokenizing and name resolution happen here, on their threads.
 
+use std::collections::HashMap;
 use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, sync_channel};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -11,11 +12,12 @@ use manylora_model::adapter::LoadReport;
 use manylora_model::chat::{ChatTemplate, RenderOptions};
 use manylora_model::tokenizer::Tokenizer;
 
-use super::EngineStats;
 use super::command::{Command, Order, Reply};
 use super::loader::Reader;
+use super::meters::LoadFailures;
 use super::startup::EngineInfo;
 use super::submit;
+use super::{EngineStats, NamedResident};
 use crate::config::EngineConfig;
 use crate::error::EngineError;
 use crate::registry::{AdapterInfo, AdapterSource, Registry};
@@ -54,6 +56,7 @@ pub(crate) struct Shared {
     pub(crate) registry: Arc<Registry>,
     /// Until the engine thread ends: it holds on to the device.
     pub(crate) reader: Arc<Mutex<Option<Reader>>>,
+    pub(crate) failures: Arc<LoadFailures>,
     pub(crate) next_request: AtomicU64,
     pub(crate) next_submission: AtomicU64,
     pub(crate) commands: Sender<Command>,
@@ -77,6 +80,11 @@ impl EngineHandle {
     /// What was decided at start: sizes, bytes, dtype, context.
     pub fn info(&self) -> &EngineInfo {
         &self.shared.info
+    }
+
+    /// What it was told at start.
+    pub fn config(&self) -> &EngineConfig {
+        &self.shared.config
     }
 
     /// The model's tokenizer.
@@ -271,7 +279,34 @@ impl EngineHandle {
 
     /// Counters and levels.
     pub fn stats(&self) -> Result<EngineStats, EngineError> {
-        self.call(Command::Stats)
+        let mut stats = self.call(Command::Stats)?;
+        stats.load_failures = self.shared.failures.counts();
+        stats.registered = self.shared.registry.len();
+        stats.residents = self.residents(&stats);
+        Ok(stats)
+    }
+
+    /// The resident versions, with the names that lead to them.
+    fn residents(&self, stats: &EngineStats) -> Vec<NamedResident> {
+        let mut place = HashMap::new();
+        let mut residents: Vec<NamedResident> = Vec::with_capacity(stats.core.adapters.len());
+        for resident in &stats.core.adapters {
+            place.insert(resident.digest, residents.len());
+            residents.push(NamedResident {
+                names: Vec::new(),
+                version: resident.digest,
+                bytes: resident.bytes,
+                pinned: resident.pinned,
+                rank: 0,
+            });
+        }
+        self.shared.registry.each(|info| {
+            let Some(&place) = info.version.and_then(|version| place.get(&version)) else { return };
+            let resident = &mut residents[place];
+            resident.names.push(info.name.clone());
+            resident.rank = info.rank();
+        });
+        residents
     }
 
     /// Forgets cached prefixes; false if requests still use some of the blocks.

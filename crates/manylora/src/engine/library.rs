@@ -448,6 +448,11 @@ impl Library {
         }
     }
 
+    /// What a registration is, or was, called.
+    pub(super) fn name_of(&self, registration: RegistrationId) -> Option<&str> {
+        self.shelved.get(&registration).map(|shelved| shelved.source.name.as_str())
+    }
+
     /// Bytes of the adapter in a slot.
     pub(super) fn bytes_in(&self, slot: u32) -> u64 {
         self.slot_bytes.get(slot as usize).copied().unwrap_or(0)

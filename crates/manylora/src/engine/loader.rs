@@ -15,6 +15,7 @@ use manylora_model::adapter::{self, AdapterPolicy, LoadReport, LoadedContent, Pr
 use manylora_model::{AdapterPacker, ModelError};
 
 use super::command::{Command, Given, GivenAdapter, Identified, Order, ReadAdapter};
+use super::meters::LoadFailures;
 use super::stamp::Stamp;
 use crate::config::ReadHook;
 use crate::error::EngineError;
@@ -53,12 +54,17 @@ pub(crate) struct Reader {
     pub(crate) policy: Arc<AdapterPolicy>,
     pub(crate) packer: Arc<dyn AdapterPacker>,
     pub(crate) hook: Option<ReadHook>,
+    pub(crate) failures: Arc<LoadFailures>,
 }
 
 impl Reader {
     /// Looks at an adapter's configuration and header, and at no tensor: enough to register it. Given tensors are read at
     /// once, for nothing else keeps them.
     pub(crate) fn inspect(&self, source: &AdapterSource) -> Result<Order, EngineError> {
+        self.order(source).inspect_err(|error| self.failures.count(error))
+    }
+
+    fn order(&self, source: &AdapterSource) -> Result<Order, EngineError> {
         let stamp = source.origin.path().and_then(Stamp::take);
         let (bytes, report, read) = match &source.origin {
             AdapterOrigin::Directory(path) => {
@@ -160,24 +166,25 @@ impl Reader {
     }
 
     /// A panic while reading is a bug, and fails this adapter's requests only.
-    fn guarded<T>(name: &str, read: impl FnOnce() -> Result<T, EngineError>) -> Result<T, EngineError> {
-        catch_unwind(AssertUnwindSafe(read)).unwrap_or_else(|_| {
+    fn guarded<T>(&self, name: &str, read: impl FnOnce() -> Result<T, EngineError>) -> Result<T, EngineError> {
+        let result = catch_unwind(AssertUnwindSafe(read)).unwrap_or_else(|_| {
             Err(EngineError::AdapterOperation {
                 name: name.to_owned(),
                 message: "reading it failed unexpectedly; please report this with the adapter's files".to_owned(),
             })
-        })
+        });
+        result.inspect_err(|error| self.failures.count(error))
     }
 
     /// The answer to a job.
     pub(crate) fn carry_out(&self, job: Job) -> Command {
         match job {
             Job::Read { registration, source, known, set_aside } => {
-                let result = Self::guarded(&source.name, || self.read(&source, known.as_ref(), set_aside));
+                let result = self.guarded(&source.name, || self.read(&source, known.as_ref(), set_aside));
                 Command::Read { registration, result }
             }
             Job::Pack { registration, name, prepared } => {
-                let result = Self::guarded(&name, || {
+                let result = self.guarded(&name, || {
                     let start = Instant::now();
                     let packed = self.packer.pack(&prepared)?;
                     let report = Arc::new(LoadReport { bytes: packed.bytes, ..prepared.report.clone() });
@@ -187,7 +194,7 @@ impl Reader {
                 Command::Read { registration, result }
             }
             Job::Identify { identify, source } => {
-                let result = Self::guarded(&source.name, || {
+                let result = self.guarded(&source.name, || {
                     let stamp = source.origin.path().and_then(Stamp::take);
                     let prepared = self.prepare(&source)?;
                     let bytes = self.packer.bytes(&prepared.sites);

@@ -97,6 +97,7 @@ mod tests {
                 samples,
                 all_logits: false,
                 cached_tokens: 0,
+                preemptions: 0,
             }
         };
         let plan = StepPlan {

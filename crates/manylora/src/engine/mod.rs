@@ -14,6 +14,7 @@ mod handle;
 mod library;
 mod loader;
 mod lower;
+pub mod meters;
 mod running;
 mod sizes;
 mod stamp;
@@ -27,8 +28,9 @@ use std::ops::Deref;
 use std::thread::JoinHandle;
 
 pub use handle::{EngineHandle, Logits, Share};
-use manylora_core::CoreStats;
+use manylora_core::{CoreStats, Digest};
 use manylora_kernels::MemoryUse;
+pub use meters::{Distribution, LoadFailureCounts, Meters, Timing};
 pub use sizes::model_dimensions;
 pub use startup::{CardMemory, EngineInfo, LoadProgress};
 
@@ -60,6 +62,21 @@ impl From<MemoryUse> for DeviceMemory {
     }
 }
 
+/// A resident version, and the adapters whose names lead to it (none for one that was replaced and is still in use).
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct NamedResident {
+    /// Names.
+    pub names: Vec<String>,
+    /// The version.
+    pub version: Digest,
+    /// Its packed bytes.
+    pub bytes: u64,
+    /// Whether it stays whatever comes.
+    pub pinned: bool,
+    /// Highest rank of its factors; 0 where no name leads to it.
+    pub rank: u32,
+}
+
 /// Counters and levels of a running engine.
 #[derive(Clone, Debug, serde::Serialize)]
 pub struct EngineStats {
@@ -76,6 +93,19 @@ pub struct EngineStats {
     pub steps: u64,
     /// What a card's memory is used for.
     pub device_memory: Option<DeviceMemory>,
+    /// Names of adapters with admitted requests, sorted.
+    pub running_adapters: Vec<String>,
+    /// Names of adapters with requests that wait: for a load, for their turn, or preempted.
+    pub waiting_adapters: Vec<String>,
+    /// Registered adapters.
+    pub registered: usize,
+    /// Resident versions, by slot.
+    pub residents: Vec<NamedResident>,
+    /// Adapters that could not be loaded.
+    pub load_failures: LoadFailureCounts,
+    /// What was counted and timed step by step.
+    #[serde(skip)]
+    pub meters: Meters,
 }
 
 impl Deref for EngineStats {

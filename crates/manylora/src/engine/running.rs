@@ -8,6 +8,7 @@ use manylora_core::sampling::{LogprobCount, LogprobsMode};
 use manylora_kernels::ListedValues;
 use manylora_model::tokenizer::{Detokenizer, StopChecker};
 
+use super::meters::{Course, Meters};
 use crate::error::EngineError;
 use crate::sampler::{RowNeed, SamplerScratch, SequenceSampler, TokenLogprobs, token_logprobs};
 use crate::stream::{Delta, StopReason, StreamSender};
@@ -70,6 +71,7 @@ pub(crate) struct RunningSequence {
     capture: Option<Capture>,
     /// Whether deltas are sent as they come, or one when the sequence has finished.
     streaming: bool,
+    pub(crate) course: Course,
     generated: usize,
     seen_prompt_rows: usize,
     pending: Delta,
@@ -96,6 +98,7 @@ pub(crate) struct SequenceSetup {
 impl RunningSequence {
     pub(crate) fn new(setup: SequenceSetup) -> Self {
         let mut pending = Delta { index: setup.index, ..Delta::default() };
+        let course = Course::new(setup.prompt.len(), setup.max_tokens);
         if !setup.streaming {
             pending.token_ids.reserve(setup.max_tokens);
         }
@@ -109,6 +112,7 @@ impl RunningSequence {
             stream: setup.stream,
             capture: setup.capture,
             streaming: setup.streaming,
+            course,
             generated: 0,
             seen_prompt_rows: 0,
             pending,
@@ -215,7 +219,7 @@ impl RunningSequence {
     }
 
     /// Sends the last delta.
-    pub(crate) fn finish(&mut self, reason: FinishReason) {
+    pub(crate) fn finish(&mut self, reason: FinishReason, meters: &mut Meters) {
         self.ended = true;
         if let Some(capture) = self.capture.take() {
             let answer = if reason == FinishReason::Abort {
@@ -237,8 +241,11 @@ impl RunningSequence {
             self.failure = Some(error);
         }
         if let (Some(error), Some(stream)) = (self.failure.take(), &self.stream) {
+            meters.ended.error += 1;
             return stream.fail(error);
         }
+        self.course.end(reason, meters);
+        self.pending.timing = self.course.timing();
         self.pending.finish_reason = Some(reason);
         if let Some(stream) = &self.stream {
             stream.send(std::mem::take(&mut self.pending));

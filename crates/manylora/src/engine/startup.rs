@@ -24,6 +24,7 @@ use super::handle::{EngineHandle, Shared};
 use super::library::Library;
 use super::loader::{self, Job, Reader};
 use super::lower::LoweredStep;
+use super::meters::{LoadFailures, Meters};
 use super::sizes::{self, Sizes};
 use super::worker::Worker;
 use crate::config::{DType, EngineConfig};
@@ -239,7 +240,13 @@ fn put_together<B: Backend>(
     let (commands, received) = channel();
     let (jobs, ordered) = channel();
     let registry = Arc::new(Registry::default());
-    let reader = Reader { policy: Arc::new(policy), packer: decoder.packer(), hook: config.before_read.clone() };
+    let failures = Arc::new(LoadFailures::default());
+    let reader = Reader {
+        policy: Arc::new(policy),
+        packer: decoder.packer(),
+        hook: config.before_read.clone(),
+        failures: Arc::clone(&failures),
+    };
     let (discards, discarded) = channel();
     let library = Library::new(Arc::clone(&registry), jobs, discards);
     let step = LoweredStep::new(
@@ -248,7 +255,8 @@ fn put_together<B: Backend>(
         info.kv_blocks.min(config.max_num_seqs * info.max_model_len.div_ceil(config.block_size)),
         config.block_size,
     );
-    let worker = Worker::new(core, Box::new(decoder), library, received, step, config.max_num_seqs);
+    let meters = Meters::new(info.max_model_len);
+    let worker = Worker::new(core, Box::new(decoder), library, received, step, config.max_num_seqs, meters);
     let mut end_tokens: Vec<u32> = tokenizer.as_ref().and_then(Tokenizer::eos).into_iter().collect();
     for end in &info.generation.eos {
         if !end_tokens.contains(end) {
@@ -264,6 +272,7 @@ fn put_together<B: Backend>(
         chat_template,
         registry,
         reader: Arc::new(Mutex::new(Some(reader))),
+        failures,
         next_request: AtomicU64::new(0),
         next_submission: AtomicU64::new(0),
         commands,

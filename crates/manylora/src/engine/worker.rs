@@ -3,11 +3,13 @@
 //! A steady decode step (plan, forward, greedy sampling, commit) allocates nothing and takes no lock; deltas are
 //! delivered after it.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
-use manylora_core::{BlockId, ControlPlane, Effect, Event, RequestId, SequenceOutcome, StepOutcome, StepPlan, Time};
+use manylora_core::{
+    AdapterUsers, BlockId, ControlPlane, Effect, Event, RequestId, SequenceOutcome, StepOutcome, StepPlan, Time,
+};
 use manylora_kernels::LargestValues;
 use manylora_model::{ModelError, Runner};
 
@@ -15,6 +17,7 @@ use super::EngineStats;
 use super::command::Command;
 use super::library::{Core, Library};
 use super::lower::LoweredStep;
+use super::meters::{LoadFailureCounts, Meters};
 use super::running::RunningSequence;
 use crate::error::EngineError;
 use crate::sampler::{RowNeed, SamplerScratch};
@@ -52,6 +55,7 @@ pub(crate) struct Worker {
     largest: LargestValues,
     scratch: SamplerScratch,
     effects: Vec<Effect>,
+    meters: Meters,
 }
 
 impl Worker {
@@ -62,6 +66,7 @@ impl Worker {
         commands: Receiver<Command>,
         step: LoweredStep,
         max_num_seqs: usize,
+        meters: Meters,
     ) -> Self {
         let outcome = StepOutcome {
             step: 0,
@@ -86,6 +91,7 @@ impl Worker {
             largest: LargestValues::default(),
             scratch: SamplerScratch::default(),
             effects: Vec::new(),
+            meters,
         }
     }
 
@@ -147,7 +153,12 @@ impl Worker {
         let now = self.now();
         match command {
             Command::Submit(sequences, holds) => {
-                for (request, sequence) in sequences {
+                for (request, mut sequence) in sequences {
+                    for adapter in &request.adapters {
+                        let resident = self.core.is_resident(adapter.registration);
+                        self.meters.look_up(resident);
+                        sequence.course.resident &= resident;
+                    }
                     self.running.insert(request.id, sequence);
                     self.core.handle(now, Event::Submit(request));
                 }
@@ -164,6 +175,9 @@ impl Worker {
                 }
             }
             Command::Read { registration, result } => {
+                if let Ok(read) = &result {
+                    self.meters.load_seconds.observe(read.seconds);
+                }
                 self.with_library(|library, core| library.read(registration, result, core));
                 self.forget_returned_blocks();
             }
@@ -185,8 +199,21 @@ impl Worker {
         self.carry_out_effects();
     }
 
+    /// What this thread knows; the handle adds what the others know.
     fn stats(&self) -> EngineStats {
+        let users = self.core.users();
+        let named = |counts: fn(&AdapterUsers) -> usize| {
+            let some = users.iter().filter(|(_, users)| counts(users) > 0);
+            let names: BTreeSet<&str> = some.filter_map(|(&id, _)| self.library.name_of(id)).collect();
+            names.into_iter().map(str::to_owned).collect()
+        };
         EngineStats {
+            running_adapters: named(|users| users.running),
+            waiting_adapters: named(|users| users.waiting),
+            registered: 0,
+            residents: Vec::new(),
+            load_failures: LoadFailureCounts::default(),
+            meters: self.meters.clone(),
             core: self.core.stats(),
             adapter_reads: self.library.reads,
             loaded_bytes: self.library.loaded_bytes,
@@ -245,12 +272,13 @@ impl Worker {
             Effect::LeaseBound(_) => {}
             Effect::RequestFailed { request, reason } => {
                 if let Some(mut sequence) = self.running.remove(&request) {
+                    self.meters.ended.error += 1;
                     sequence.fail(EngineError::RequestFailed(reason));
                 }
             }
             Effect::Finished { request, reason } => {
                 if let Some(mut sequence) = self.running.remove(&request) {
-                    sequence.finish(reason);
+                    sequence.finish(reason, &mut self.meters);
                 }
             }
             Effect::Unloaded(registration) => self.library.unloaded(registration),
@@ -290,8 +318,15 @@ impl Worker {
     fn run_step(&mut self) -> Result<(), ModelError> {
         self.step.lower(&self.plan);
         self.steps += 1;
-        let adapters = self.step.batch.adapters.segments().iter();
-        self.streamed_bytes += adapters.map(|adapter| self.library.bytes_in(adapter.slot)).sum::<u64>();
+        let slots = self.step.batch.adapters.segments().iter().map(|adapter| adapter.slot);
+        self.streamed_bytes += slots.clone().map(|slot| self.library.bytes_in(slot)).sum::<u64>();
+        self.meters.step(self.steps, self.plan.tokens.len(), slots);
+        let begun = Instant::now();
+        for planned in &self.plan.sequences {
+            if let Some(sequence) = self.running.get_mut(&planned.request) {
+                sequence.course.schedule(begun, planned.cached_tokens as usize, planned.preemptions);
+            }
+        }
         self.runner.forward(&self.step.batch)?;
         self.outcome.step = self.plan.step;
         self.outcome.sequences.clear();
@@ -323,6 +358,7 @@ impl Worker {
         }
         let logits = if needs.rows { self.runner.read_logits(count)? } else { &[] };
         let width = logits.len() / count;
+        let sampled = Instant::now();
         for (offset, sample) in self.step.sample_rows[first..first + count].iter().enumerate() {
             let planned = &self.plan.sequences[sample.sequence as usize];
             let Some(sequence) = self.running.get_mut(&planned.request) else { continue };
@@ -341,6 +377,7 @@ impl Worker {
             outcome.first_token = self.outcome.tokens.len() as u32;
             outcome.tokens = 1;
             outcome.stopped = sequence.push_token(token);
+            sequence.course.token(sampled, &mut self.meters);
             self.outcome.tokens.push(token);
         }
         Ok(())

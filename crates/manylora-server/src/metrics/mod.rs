@@ -1,0 +1,165 @@
+//! `/metrics`: what runs, waits, is resident and was served, under vLLM's names for the dashboards and routers that know
+//! them, and per adapter and per tier under names of our own.
+//!
+//! What the engine counts is asked of it when somebody looks; what only the server knows - whose a request was, how HTTP
+//! went - is counted here. Series of adapters go with their adapters, and there are never more than so many (`adapters`).
+
+mod account;
+mod adapters;
+mod http;
+mod own;
+mod page;
+mod vllm;
+
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use axum::body::Body;
+use axum::extract::State;
+use axum::http::{HeaderMap, HeaderValue, header};
+use axum::response::Response;
+use manylora::{Distribution, EngineHandle, EngineStats};
+
+pub(crate) use account::Account;
+use adapters::AdapterTable;
+use http::HttpMeters;
+pub(crate) use http::count as count_http;
+
+use crate::app::App;
+use crate::error::ApiError;
+
+const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+const PLAIN: &str = "text/plain; version=0.0.4; charset=utf-8";
+/// Bounds of `n`.
+const SAMPLES: &[f64] = &[1.0, 2.0, 5.0, 10.0, 20.0];
+
+/// What the server counts.
+#[derive(Debug)]
+pub(crate) struct Metrics {
+    http: HttpMeters,
+    adapters: Mutex<AdapterTable>,
+    requests: Mutex<RequestMeters>,
+    rejections: Rejections,
+}
+
+/// Of requests whose samples have all ended well.
+#[derive(Clone, Debug)]
+struct RequestMeters {
+    /// `n`.
+    samples: Distribution,
+    /// Tokens of the longest sample.
+    longest: Distribution,
+}
+
+/// Requests that were turned away.
+#[derive(Debug, Default)]
+pub(crate) struct Rejections {
+    pub(crate) full: AtomicU64,
+    pub(crate) draining: AtomicU64,
+}
+
+impl Rejections {
+    fn series(&self) -> [(&'static str, u64); 2] {
+        [("max_pending", self.full.load(Ordering::Relaxed)), ("draining", self.draining.load(Ordering::Relaxed))]
+    }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Metrics {
+    /// Nothing yet, for the base of this name; at most `most` adapters have series of their own.
+    pub(crate) fn new(engine: &EngineHandle, base: &str, most: usize) -> Self {
+        let tokens = manylora::engine::meters::token_bounds(engine.info().max_model_len);
+        Self {
+            http: HttpMeters::new(),
+            adapters: Mutex::new(AdapterTable::new(base, most)),
+            requests: Mutex::new(RequestMeters {
+                samples: Distribution::new(SAMPLES),
+                longest: Distribution::new(tokens),
+            }),
+            rejections: Rejections::default(),
+        }
+    }
+
+    pub(crate) fn rejections(&self) -> &Rejections {
+        &self.rejections
+    }
+}
+
+/// The page.
+pub(crate) async fn show(State(app): State<Arc<App>>, headers: HeaderMap) -> Result<Response, ApiError> {
+    let accepted = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
+    let open = accepted.into_iter().any(|value| value.contains("application/openmetrics-text"));
+    let written = app
+        .blocking(move |app| {
+            let stats = app.engine.stats()?;
+            Ok(write(app, stats).map(|page| if open { page } else { page::plain(&page) }))
+        })
+        .await?;
+    let page = written.map_err(|_| ApiError::internal("the metrics could not be written; please report this"))?;
+    let mut response = Response::new(Body::from(page));
+    let kind = HeaderValue::from_static(if open { OPEN_METRICS } else { PLAIN });
+    response.headers_mut().insert(header::CONTENT_TYPE, kind);
+    Ok(response)
+}
+
+/// All that there is to tell, as OpenMetrics.
+fn write(app: &App, stats: EngineStats) -> Result<String, fmt::Error> {
+    let adapters = {
+        let mut table = locked(&app.metrics.adapters);
+        table.forget(|name| app.engine.adapter(name).is_ok());
+        table.clone()
+    };
+    let seen = Arc::new(Seen {
+        stats,
+        adapters,
+        requests: locked(&app.metrics.requests).clone(),
+        rejections: app.metrics.rejections.series(),
+        config: app.engine.config().clone(),
+        info: app.engine.info().clone(),
+        most_series: app.config.max_adapter_series,
+    });
+    let mut page = String::new();
+    page::write(&mut page, &[("model_name", app.base_name()), ("engine", "0")], &seen, vllm::write)?;
+    page::write(&mut page, &[], &seen, vllm::write_adapters)?;
+    page::write(&mut page, &[], &seen, own::write)?;
+    app.metrics.http.write(&mut page)?;
+    prometheus_client::encoding::text::encode_eof(&mut page)?;
+    Ok(page)
+}
+
+/// What a page is written from.
+#[derive(Debug)]
+struct Seen {
+    stats: EngineStats,
+    adapters: AdapterTable,
+    requests: RequestMeters,
+    rejections: [(&'static str, u64); 2],
+    config: manylora::EngineConfig,
+    info: manylora::engine::EngineInfo,
+    most_series: usize,
+}
+
+impl Seen {
+    /// Where adapters are resident.
+    fn tier(&self) -> Tier {
+        if self.info.card.is_some() { Tier::Device } else { Tier::Host }
+    }
+
+    /// Distinct adapters that a step can have.
+    fn max_adapters(&self) -> usize {
+        self.config.max_loras.map_or(self.config.max_num_seqs, |most| most.min(self.config.max_num_seqs))
+    }
+}
+
+/// Where adapters can be resident.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Tier {
+    /// The processor's memory.
+    Host,
+    /// A card's.
+    Device,
+}
