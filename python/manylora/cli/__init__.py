@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from manylora._core import __version__
 from manylora.cli import demo, serve
@@ -37,9 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not hasattr(parsed, "run"):
         parser.print_help()
         return 0
-    _show_log()
     try:
-        status: int = parsed.run(parsed)
+        with _shown_log():
+            status: int = parsed.run(parsed)
     except ManyLoRAError as error:
         print(f"manylora: error: {error}", file=sys.stderr)
         return 1
@@ -53,11 +54,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _show_log() -> None:
-    """Show the package's own messages; a program that imports the package decides for itself."""
+@contextmanager
+def _shown_log() -> Iterator[None]:
+    """Show the package's own messages while a command runs; a program that imports the package decides for itself."""
     logger = logging.getLogger("manylora")
-    if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
+    level, handler = logger.level, logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    shown = not logger.handlers
+    if shown:
         logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if shown:
+            logger.removeHandler(handler)
