@@ -15,10 +15,12 @@ __all__ = [
     "__version__",
     "check_sampling_params",
     "serve",
+    "set_log",
 ]
 __version__: str
 
 def check_sampling_params(params: Any) -> tuple[float, list[str]]: ...
+def set_log(level: str, json: bool) -> None: ...
 def serve(
     engine: Engine,
     port: Port,

@@ -55,7 +55,7 @@ def spelling(name: str) -> str:
 
 _LOCAL_PROCESS = "one process serves; nothing is started beside it"
 _NEVER_LOGGED = "prompts and outputs are never logged"
-_LOGS = "logs go to standard error; MANYLORA_LOG sets how much"
+_LOGS = "logs go to standard error; --log-level sets how much"
 _NO_PAGES = "there are no documentation pages"
 _TOOLS = "tool calls are not parsed out of answers yet"
 _NO_PLUGINS = "no code is loaded from flags"
@@ -187,12 +187,35 @@ ADAPTERS = (
 )
 
 LOGS = (
+    _honoured(
+        "log_level",
+        "info",
+        Kind.TEXT,
+        "what is logged, unless MANYLORA_LOG says it more exactly",
+        "debug",
+        "info",
+        "warning",
+        "error",
+        ours=True,
+    ),
+    _honoured("log_format", "text", Kind.TEXT, "lines of text, or of JSON", "text", "json", ours=True),
+    _honoured(
+        "enable_log_requests",
+        False,
+        Kind.SWITCH,
+        "log each request that has ended: id, adapter and version, tokens, times; never prompts or answers",
+    ),
+    _honoured(
+        "disable_log_stats",
+        False,
+        Kind.SWITCH,
+        "do not log every 10 seconds (MANYLORA_LOG_STATS_INTERVAL) what the engine does, while it does something",
+    ),
     _no_effect("uvicorn_log_level", "info", _LOGS),
     _no_effect("log_config_file", None, _LOGS),
     _no_effect("disable_uvicorn_access_log", False, "requests are not logged one by one"),
     _no_effect("disable_access_log_for_endpoints", None, "requests are not logged one by one"),
-    _no_effect("enable_log_requests", False, _NEVER_LOGGED),
-    _no_effect("disable_log_requests", True, _NEVER_LOGGED),
+    _no_effect("disable_log_requests", True, "they are not, unless --enable-log-requests is given"),
     _no_effect("enable_log_outputs", False, _NEVER_LOGGED),
     _no_effect("enable_log_deltas", True, _NEVER_LOGGED),
     _no_effect("max_log_len", None, _NEVER_LOGGED),

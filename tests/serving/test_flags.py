@@ -92,6 +92,9 @@ SERVER: dict[str, tuple[list[str], str, Any]] = {
     "port": (["--port", "81"], "port", 81),
     "max_body_bytes": (["--max-body-bytes", "1k"], "max_body_bytes", 1000),
     "max_pending": (["--max-pending", "0"], "max_pending", None),
+    "max_adapter_series": (["--max-adapter-series", "7"], "max_adapter_series", 7),
+    "enable_log_requests": (["--enable-log-requests"], "log_requests", True),
+    "disable_log_stats": (["--disable-log-stats"], "log_stats_interval", None),
     "shutdown_timeout": (["--shutdown-timeout", "2.5"], "shutdown_timeout", 2.5),
     "api_key": (["--api-key", "a", "b", "--api-key", "c"], "api_keys", ["a", "b", "c"]),
     "admin_api_key": (["--admin-api-key", "7"], "admin_api_key", "7"),
@@ -117,7 +120,6 @@ ENGINE: dict[str, tuple[list[str], Any]] = {
     "max_model_len": (["--max-model-len", "1.5k"], 1500),
     "max_logprobs": (["--max-logprobs", "-1"], -1),
     "logprobs_mode": (["--logprobs-mode", "raw_logits"], "raw_logits"),
-    "disable_log_stats": (["--no-disable-log-stats"], False),
     "max_num_seqs": (["--max-num-seqs", "5"], 5),
     "max_num_batched_tokens": (["--max-num-batched-tokens", "8K"], 8192),
     "block_size": (["--block-size", "8"], 8),
@@ -140,7 +142,7 @@ ENGINE: dict[str, tuple[list[str], Any]] = {
     "strict_base": (["--strict-base"], True),
 }
 # Those with a test of their own, here or with what they do.
-APART = {"config", "enable_lora", "keys_file", "lora_modules", "lora_manifest", "max_loras"}
+APART = {"config", "enable_lora", "keys_file", "lora_modules", "lora_manifest", "max_loras", "log_level", "log_format"}
 
 
 def test_every_honoured_flag_is_in_one_of_the_lists() -> None:

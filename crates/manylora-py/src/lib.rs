@@ -6,6 +6,7 @@ mod config;
 mod dlpack;
 mod engine;
 mod errors;
+mod log;
 mod output;
 mod request;
 mod serve;
@@ -22,6 +23,8 @@ mod _core {
     #[pymodule_export]
     use super::engine::{Engine, Stream};
     #[pymodule_export]
+    use super::log::set_log;
+    #[pymodule_export]
     use super::output::{AdapterRecord, Delta, Info};
     #[pymodule_export]
     use super::request::check_sampling_params;
@@ -32,10 +35,7 @@ mod _core {
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
-        let filter = tracing_subscriber::EnvFilter::try_from_env("MANYLORA_LOG")
-            .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
-        // Another extension of this process may have set a subscriber: then that one gets the events.
-        let _ = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).try_init();
+        super::log::start();
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }

@@ -49,6 +49,8 @@ pub(crate) struct Settings {
     max_body_bytes: usize,
     max_pending: Option<usize>,
     max_adapter_series: usize,
+    log_requests: bool,
+    log_stats_interval: Option<f64>,
     shutdown_timeout: f64,
 }
 
@@ -72,6 +74,10 @@ impl Settings {
             max_body_bytes: settings.max_body_bytes,
             max_pending: settings.max_pending,
             max_adapter_series: settings.max_adapter_series,
+            log_requests: settings.log_requests,
+            log_stats_interval: settings
+                .log_stats_interval
+                .map(|seconds| Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)),
             shutdown_timeout: Duration::try_from_secs_f64(settings.shutdown_timeout).unwrap_or(Duration::MAX),
         })
     }

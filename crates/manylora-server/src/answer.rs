@@ -8,6 +8,11 @@ use serde::Serialize;
 /// Says which version of an adapter served a request.
 pub(crate) const VERSION_HEADER: HeaderName = HeaderName::from_static("x-manylora-adapter-version");
 
+tokio::task_local! {
+    /// The id of the request that a task answers.
+    pub(crate) static REQUEST_ID: HeaderValue;
+}
+
 /// A fresh id: the prefix and 32 random hex digits.
 pub(crate) fn fresh_id(prefix: &str) -> String {
     let mut bytes = [0; 16];

@@ -41,6 +41,11 @@ pub struct ServerConfig {
     pub max_pending: Option<usize>,
     /// Most adapters that have series of their own among the metrics; those beyond share the series `other`.
     pub max_adapter_series: usize,
+    /// Whether there is a line of the log for each request that has ended: its id, adapter and version, tokens and times. Prompts
+    /// and answers are never in it.
+    pub log_requests: bool,
+    /// How often the log says what the engine does, while it does something; None = never.
+    pub log_stats_interval: Option<Duration>,
     /// How long what runs may go on after the server was told to stop.
     pub shutdown_timeout: Duration,
 }
@@ -63,6 +68,8 @@ impl Default for ServerConfig {
             max_body_bytes: 32 << 20,
             max_pending: Some(4096),
             max_adapter_series: 512,
+            log_requests: false,
+            log_stats_interval: Some(Duration::from_secs(10)),
             shutdown_timeout: Duration::from_secs(30),
         }
     }

@@ -66,6 +66,7 @@ impl Generation {
             }
             None => None,
         };
+        generation.account.bound(generation.version.clone());
         Ok(generation)
     }
 

@@ -19,6 +19,7 @@ use crate::app::App;
 use crate::config::ServerConfig;
 use crate::error::ServerError;
 use crate::keys::ApiKey;
+use crate::metrics;
 use crate::routes::routes;
 
 /// How long a client may take to send the head of a request, or to keep an idle connection.
@@ -82,6 +83,16 @@ impl Server {
     pub fn notes(&self) -> Vec<String> {
         let app = &self.app;
         let mut notes = Vec::new();
+        if app.engine.config().enable_lora {
+            let ranks = app.engine.list_adapters().into_iter().map(|info| info.rank());
+            let highest = match ranks.max() {
+                None => "no adapter is registered yet".to_owned(),
+                Some(0) => "no adapter has been read yet".to_owned(),
+                Some(rank) => format!("highest registered rank {rank}"),
+            };
+            let most = app.engine.config().max_lora_rank;
+            notes.push(format!("max_lora_rank={most}: a limit, reserves 0 B; {highest}"));
+        }
         if app.config.allow_runtime_lora_updating {
             if let Some(folder) = app.lora_root.folder() {
                 notes.push(format!("adapters can be loaded over HTTP from {}", folder.display()));
@@ -114,6 +125,8 @@ impl Server {
     pub async fn run(self, stop: impl Future<Output = ()>) {
         let graceful = GracefulShutdown::new();
         let router = routes(&self.app);
+        let interval = self.app.config.log_stats_interval;
+        let reporter = interval.map(|every| tokio::spawn(metrics::report(Arc::clone(&self.app), every)));
         let mut stop = std::pin::pin!(stop);
         loop {
             let accepted = tokio::select! {
@@ -135,6 +148,9 @@ impl Server {
             }
         }
         self.app.drain();
+        if let Some(reporter) = reporter {
+            reporter.abort();
+        }
         drop(self.listener);
         let (running, timeout) = (self.app.load(), self.app.config.shutdown_timeout);
         if running > 0 {

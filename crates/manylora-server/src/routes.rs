@@ -73,10 +73,10 @@ async fn wrong_method(request: Request) -> ApiError {
 /// Gives the answer the request's id, or a fresh one.
 async fn with_request_id(request: Request, next: Next) -> Response {
     let given = request.headers().get(REQUEST_ID).cloned();
-    let mut response = next.run(request).await;
-    let id = given.or_else(|| HeaderValue::from_str(&answer::fresh_id("")).ok());
-    if let Some(id) = id {
-        response.headers_mut().insert(REQUEST_ID, id);
-    }
+    let Some(id) = given.or_else(|| HeaderValue::from_str(&answer::fresh_id("")).ok()) else {
+        return next.run(request).await;
+    };
+    let mut response = answer::REQUEST_ID.scope(id.clone(), next.run(request)).await;
+    response.headers_mut().insert(REQUEST_ID, id);
     response
 }

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from manylora._core import __version__
 from manylora.cli import demo, serve
+from manylora.cli.log import shown_log
 from manylora.exceptions import ManyLoRAError
 from manylora.flags import FlagParser
 
@@ -39,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        with _shown_log():
+        with shown_log():
             status: int = parsed.run(parsed)
     except ManyLoRAError as error:
         print(f"manylora: error: {error}", file=sys.stderr)
@@ -52,21 +51,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 141
     return status
-
-
-@contextmanager
-def _shown_log() -> Iterator[None]:
-    """Show the package's own messages while a command runs; a program that imports the package decides for itself."""
-    logger = logging.getLogger("manylora")
-    level, handler = logger.level, logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    shown = not logger.handlers
-    if shown:
-        logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        if shown:
-            logger.removeHandler(handler)

@@ -13,6 +13,7 @@ from typing import Any
 from manylora import _core
 from manylora.arguments import Treatment
 from manylora.cli.keys import read_keys, reloader
+from manylora.cli.log import set_log
 from manylora.engine import read_manifest
 from manylora.exceptions import ManyLoRAError, ValidationError
 from manylora.flags import add_flag
@@ -32,6 +33,7 @@ every flag, and what those of vLLM do that are not shown: docs/serve-arguments.m
 environment:
   MANYLORA_ALLOW_RUNTIME_LORA_UPDATING   1 lets adapters be loaded and unloaded over HTTP (also under VLLM_'s name)
   MANYLORA_API_KEY                       the API key, where --api-key gives none (also under VLLM_'s name)
+  MANYLORA_LOG_STATS_INTERVAL            seconds between lines about the engine (also under VLLM_'s name)
   MANYLORA_LORA_RESOLVER_CACHE_DIR       the same as --lora-resolve-root (also under VLLM_'s name)
 """
 
@@ -188,6 +190,8 @@ def plan(arguments: argparse.Namespace) -> Plan:
         "lora_resolve_root": resolve_root,
         "use_generation_config": given["generation_config"] == "auto",
         "max_pending": given["max_pending"] or None,
+        "log_requests": given["enable_log_requests"],
+        "log_stats_interval": None if given["disable_log_stats"] else _log_stats_interval(),
     }
     server |= {name: given[name] for name in _AS_GIVEN}
     return Plan(model, modules, engine, server, given["keys_file"])
@@ -200,12 +204,25 @@ _AS_GIVEN = (
 )  # fmt: skip
 
 
+def _log_stats_interval() -> float:
+    text = _from_environment("LOG_STATS_INTERVAL") or "10"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise ValidationError(f"MANYLORA_LOG_STATS_INTERVAL must be seconds above 0, got `{text}`")
+    return seconds
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Serve until the process is told to stop."""
+    as_json = arguments.log_format == "json"
+    set_log(arguments.log_level or "info", json_lines=as_json)
     asked = plan(arguments)
     # Before the model is loaded, which takes longer than finding out that the port is taken.
     port = _core.Port(asked.server["host"], asked.server["port"])
-    with LLM(model=asked.model, **asked.engine) as llm:
+    with LLM(model=asked.model, use_tqdm_on_load=not as_json, **asked.engine) as llm:
         _register(llm, asked.modules, asked.server["served_model_names"])
         # The server handles them from here on; Python's own handler would raise beside it.
         signal.signal(signal.SIGINT, signal.SIG_DFL)

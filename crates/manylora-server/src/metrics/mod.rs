@@ -9,6 +9,7 @@ mod adapters;
 mod http;
 mod own;
 mod page;
+mod report;
 mod vllm;
 
 use std::fmt;
@@ -19,12 +20,14 @@ use axum::body::Body;
 use axum::extract::State;
 use axum::http::{HeaderMap, HeaderValue, header};
 use axum::response::Response;
+use manylora::engine::EngineInfo;
 use manylora::{Distribution, EngineHandle, EngineStats};
 
 pub(crate) use account::Account;
 use adapters::AdapterTable;
 use http::HttpMeters;
 pub(crate) use http::count as count_http;
+pub(crate) use report::report;
 
 use crate::app::App;
 use crate::error::ApiError;
@@ -139,20 +142,29 @@ struct Seen {
     requests: RequestMeters,
     rejections: [(&'static str, u64); 2],
     config: manylora::EngineConfig,
-    info: manylora::engine::EngineInfo,
+    info: EngineInfo,
     most_series: usize,
 }
 
 impl Seen {
-    /// Where adapters are resident.
     fn tier(&self) -> Tier {
-        if self.info.card.is_some() { Tier::Device } else { Tier::Host }
+        tier(&self.info)
     }
 
     /// Distinct adapters that a step can have.
     fn max_adapters(&self) -> usize {
         self.config.max_loras.map_or(self.config.max_num_seqs, |most| most.min(self.config.max_num_seqs))
     }
+}
+
+/// Where adapters are resident.
+fn tier(info: &EngineInfo) -> Tier {
+    if info.card.is_some() { Tier::Device } else { Tier::Host }
+}
+
+/// Share of the KV blocks that requests hold, from 0 to 1.
+fn kv_cache_usage(stats: &EngineStats) -> f64 {
+    stats.total_blocks.saturating_sub(stats.free_blocks) as f64 / stats.total_blocks.max(1) as f64
 }
 
 /// Where adapters can be resident.

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::page::{Labels, Page, label};
-use super::{Seen, Tier};
+use super::{Seen, Tier, kv_cache_usage};
 use crate::app::unix_time;
 
 /// The series that have the labels `model_name` and `engine`.
@@ -24,7 +24,7 @@ pub(super) fn write(page: &mut Page<'_>, seen: &Seen) -> fmt::Result {
         "Whether the engine is awake, which it always is",
         states.map(|(state, value)| (vec![label("sleep_state", state)], value)),
     )?;
-    let used = stats.total_blocks.saturating_sub(stats.free_blocks) as f64 / stats.total_blocks.max(1) as f64;
+    let used = kv_cache_usage(stats);
     page.gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks that requests hold, from 0 to 1", used)?;
     page.counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache", stats.prefix_cache_queries)?;
     page.counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache", stats.prefix_cache_hits)?;
