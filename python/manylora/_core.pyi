@@ -27,6 +27,7 @@ def serve(
     settings: dict[str, Any],
     ready: Callable[[str, int, list[str]], object],
     reload: Callable[..., str] | None,
+    fetch: Callable[[str, str], tuple[str, str]],
 ) -> None: ...
 
 @final

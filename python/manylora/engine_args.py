@@ -195,7 +195,8 @@ def _template(template: str | None) -> str | None:
     if template is None or "{" in template or "\n" in template:
         return template
     path = Path(template).expanduser()
-    if not path.is_file():
+    # What a shell's `<(...)` gives is no regular file.
+    if not path.exists() or path.is_dir():
         raise ValidationError(f"chat_template `{template}` is neither a template text nor a file")
     return path.read_text(encoding="utf-8")
 

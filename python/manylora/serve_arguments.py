@@ -183,6 +183,14 @@ ADAPTERS = (
         "where adapters loaded over HTTP must lie; None = the folder that the server is started in",
         ours=True,
     ),
+    _honoured(
+        "lora_sources",
+        None,
+        Kind.NAMES,
+        "places elsewhere that adapters loaded over HTTP may be fetched from, with all below them: s3://bucket/folder, "
+        "gs://, https://host/folder, hf://owner; None = nowhere",
+        ours=True,
+    ),
     _honoured("max_loras", None, Kind.COUNT, "distinct adapters per step; None = no cap"),
 )
 

@@ -164,11 +164,13 @@ def test_what_is_wrong_is_raised_to_who_asked(engine: AsyncLLM) -> None:
         for prompt, params, name, fields, kind, told in wrong:
             with pytest.raises(kind, match=told):
                 await collected(engine, prompt, params, name, **fields)
-        running = asyncio.create_task(collected(engine, PROMPT, greedy(64), "taken"))
-        await asyncio.sleep(0)
+        running = engine.generate(PROMPT, greedy(64), "taken")
+        outputs = [await anext(running)]
         with pytest.raises(ValidationError, match="Request id taken already running"):
             await collected(engine, PROMPT, greedy(2), "taken")
-        assert (await running)[-1].finished
+        outputs += [output async for output in running]
+        assert outputs[-1].finished
+        assert (await collected(engine, PROMPT, greedy(2), "taken"))[-1].finished
 
     asyncio.run(run())
 

@@ -102,6 +102,7 @@ SERVER: dict[str, tuple[list[str], str, Any]] = {
     "served_model_name": (["--served-model-name", "a", "1"], "served_model_names", ["a", "1"]),
     "generation_config": (["--generation-config", "vllm"], "use_generation_config", False),
     "lora_resolve_root": (["--lora-resolve-root", "/x"], "lora_resolve_root", "/x"),
+    "lora_sources": (["--lora-sources", "s3://b/c", "hf://o"], "lora_sources", ["s3://b/c", "hf://o"]),
     "allow_runtime_lora_updating": (["--allow-runtime-lora-updating"], "allow_runtime_lora_updating", True),
     "lora_root": (["--lora-root", "/x"], "lora_root", "/x"),
 }

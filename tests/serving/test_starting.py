@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
+import httpx2 as httpx
 import pytest
 
 from .conftest import ADAPTERS, ORACLE, PROMPT, StartServer, events
@@ -95,3 +99,28 @@ def test_a_taken_port_is_named(start_server: StartServer) -> None:
     done = serve(BASE, "--device", "cpu", "--port", port)
     assert done.returncode == 1
     assert f"could not listen on 127.0.0.1:{port}" in done.stderr
+
+
+def test_who_comes_while_the_model_loads_is_told_to_come_back(start_server: StartServer, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    template = tmp_path / "template.jinja"
+    # The start waits for what is in it.
+    os.mkfifo(template)
+    told: list[httpx.Response] = []
+
+    def ask_and_let_go_on() -> None:
+        while not told:
+            try:
+                told.append(httpx.get(f"http://127.0.0.1:{port}/health"))
+            except httpx.ConnectError:
+                time.sleep(0.02)
+        template.write_text("{{ messages[0]['content'] }}")
+
+    thread = threading.Thread(target=ask_and_let_go_on)
+    thread.start()
+    server = start_server("--port", str(port), "--chat-template", str(template))
+    thread.join()
+    assert (told[0].status_code, told[0].headers["retry-after"]) == (503, "5")
+    assert told[0].json()["error"]["message"] == "the model is being loaded; try again in a moment"
+    assert server.client.get("/health").status_code == 200

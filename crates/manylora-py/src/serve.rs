@@ -1,12 +1,11 @@
 //! Serving over HTTP: runs until the process is told to stop.
 
-use std::net::TcpListener;
 use std::path::PathBuf;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use manylora::EngineError;
-use manylora_server::{ApiKey, Control, Server, ServerConfig, ServerError, bind};
+use manylora_server::{ApiKey, Control, FetchError, Server, ServerConfig, ServerError, Sources, WaitingRoom, bind};
 use pyo3::prelude::*;
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -16,16 +15,16 @@ use crate::errors::to_python;
 /// Threads of the HTTP side: what it does is small beside what the engine does.
 const THREADS: usize = 2;
 
-/// A port that is bound, on which nobody answers yet.
+/// A port that is bound, on which everybody is told that the model is being loaded.
 #[pyclass(frozen, module = "manylora._core")]
-pub(crate) struct Port(Mutex<Option<TcpListener>>);
+pub(crate) struct Port(Mutex<Option<WaitingRoom>>);
 
 #[pymethods]
 impl Port {
     #[new]
     fn new(py: Python<'_>, host: &str, port: u16) -> PyResult<Self> {
-        let bound = py.detach(|| bind(host, port));
-        bound.map(|listener| Self(Mutex::new(Some(listener)))).map_err(|error| failed(py, &error))
+        let opened = py.detach(|| bind(host, port).and_then(WaitingRoom::open));
+        opened.map(|room| Self(Mutex::new(Some(room)))).map_err(|error| failed(py, &error))
     }
 }
 
@@ -43,6 +42,7 @@ pub(crate) struct Settings {
     admin_api_key: Option<String>,
     allow_runtime_lora_updating: bool,
     lora_root: Option<PathBuf>,
+    lora_sources: Vec<String>,
     lora_resolve_root: Option<PathBuf>,
     use_generation_config: bool,
     trust_request_chat_template: bool,
@@ -55,9 +55,14 @@ pub(crate) struct Settings {
 }
 
 impl Settings {
-    fn into_config(self) -> Result<ServerConfig, ServerError> {
+    fn into_config(self, fetch: Py<PyAny>) -> Result<ServerConfig, ServerError> {
         let settings = self;
         let keys = settings.keys.as_deref().map(parse_keys).transpose()?;
+        let fetch = Arc::new(move |name: &str, url: &str| fetch_adapter(&fetch, name, url));
+        let lora_sources = match settings.lora_sources.as_slice() {
+            [] => None,
+            prefixes => Some(Sources::new(prefixes, fetch)?),
+        };
         Ok(ServerConfig {
             keys,
             host: settings.host,
@@ -68,6 +73,7 @@ impl Settings {
             admin_api_key: settings.admin_api_key,
             allow_runtime_lora_updating: settings.allow_runtime_lora_updating,
             lora_root: settings.lora_root,
+            lora_sources,
             lora_resolve_root: settings.lora_resolve_root,
             use_generation_config: settings.use_generation_config,
             trust_request_chat_template: settings.trust_request_chat_template,
@@ -80,6 +86,19 @@ impl Settings {
                 .map(|seconds| Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)),
             shutdown_timeout: Duration::try_from_secs_f64(settings.shutdown_timeout).unwrap_or(Duration::MAX),
         })
+    }
+}
+
+/// What `fetch(name, url)` returns: the folder and that it was found, or why not.
+fn fetch_adapter(fetch: &Py<PyAny>, name: &str, url: &str) -> Result<PathBuf, FetchError> {
+    let answer = Python::attach(|py| fetch.call1(py, (name, url))?.extract::<(String, String)>(py));
+    match answer {
+        Ok((kind, text)) => match kind.as_str() {
+            "found" => Ok(text.into()),
+            "missing" => Err(FetchError::NotFound(text)),
+            _ => Err(FetchError::Failed(text)),
+        },
+        Err(error) => Err(FetchError::Failed(format!("lora_path `{url}` of `{name}` could not be fetched: {error}"))),
     }
 }
 
@@ -105,7 +124,8 @@ fn reload_keys(control: &Control, reload: &Py<PyAny>) {
 
 /// Serves an engine on a port until SIGINT or SIGTERM comes; what runs then is finished, unless a second one comes. Once it listens,
 /// `ready(host, port, notes)` is called. SIGHUP calls `reload()`, which returns the keys of the keys file as JSON; where that or they
-/// are wrong, `reload(error)` is called and the keys stay.
+/// are wrong, `reload(error)` is called and the keys stay. `fetch(name, url)` brings an adapter to this machine and returns `("found", folder)`,
+/// `("missing", why)` or `("failed", why)`.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "what Python hands over is owned")]
 pub(crate) fn serve(
@@ -115,12 +135,14 @@ pub(crate) fn serve(
     settings: Settings,
     ready: Py<PyAny>,
     reload: Option<Py<PyAny>>,
+    fetch: Py<PyAny>,
 ) -> PyResult<()> {
-    let listener = port.0.lock().unwrap_or_else(PoisonError::into_inner).take();
-    let Some(listener) = listener else {
+    let room = port.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+    let Some(room) = room else {
         let message = "this port was served on already; bind another one".to_owned();
         return Err(to_python(py, &EngineError::InvalidArgument(message)));
     };
+    let listener = py.detach(|| room.close());
     let handle = engine.handle();
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(THREADS)
@@ -131,7 +153,7 @@ pub(crate) fn serve(
         runtime.block_on(async {
             let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
             let mut hangup = signal(SignalKind::hangup())?;
-            let server = match settings.into_config().and_then(|config| Server::on(listener, handle, config)) {
+            let server = match settings.into_config(fetch).and_then(|config| Server::on(listener, handle, config)) {
                 Ok(server) => server,
                 Err(error) => return Ok(Err(error)),
             };

@@ -1,6 +1,7 @@
 //! Loading, replacing, unloading and pinning adapters over HTTP: vLLM's calls and answers, for whoever may manage.
 
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,6 +17,7 @@ use crate::app::App;
 use crate::body;
 use crate::error::ApiError;
 use crate::fields::Fields;
+use crate::sources::Sources;
 
 /// Proof that somebody may manage: no handler here runs without it.
 pub(crate) struct Manager;
@@ -76,7 +78,7 @@ pub(crate) async fn load(
         )
         .about("expected_version"));
     }
-    let path = app.lora_root.resolve(&name, &given)?;
+    let path = find(&app, &name, &given).await?;
     let source = AdapterSource { replace, root: Some(given), ..AdapterSource::directory(name.clone(), path) };
     let before = app.engine.adapter(&name).ok().and_then(|info| info.version);
     let outcome = {
@@ -147,6 +149,32 @@ pub(crate) async fn pin(
         .await?;
     let done = if pinned { "pinned" } else { "unpinned" };
     Ok(answer::text(format!("Success: LoRA adapter '{name}' {done} successfully.")))
+}
+
+/// The folder of what is to be loaded: below the root, or fetched where that is allowed.
+async fn find(app: &Arc<App>, name: &str, given: &str) -> Result<PathBuf, ApiError> {
+    let here = (!Sources::is_url(given)).then(|| app.lora_root.resolve(name, given));
+    let sources = app.config.lora_sources.clone();
+    let (sources, url) = match (here, sources) {
+        (Some(Ok(path)), _) => return Ok(path),
+        // What is not here may be on the hub.
+        (Some(Err(error)), Some(sources)) if error.is_not_found() && sources.has_hub() => {
+            let url = sources.allowed(name, given)?;
+            (sources, url)
+        }
+        (Some(Err(error)), _) => return Err(error),
+        (None, Some(sources)) => {
+            let url = sources.allowed(name, given)?;
+            (sources, url)
+        }
+        (None, None) => {
+            return Err(ApiError::forbidden(format!(
+                "lora_path `{given}` of `{name}` is not on this machine, and the server may fetch from nowhere (--lora-sources)"
+            )));
+        }
+    };
+    let name = name.to_owned();
+    app.blocking(move |_| Ok(sources.fetch(&name, &url))).await?
 }
 
 /// The adapter that a call is about.

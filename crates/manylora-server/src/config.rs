@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::keys::ApiKey;
+use crate::sources::Sources;
 
 /// Configuration of a [`crate::Server`] or [`crate::router`].
 #[derive(Clone, Debug)]
@@ -29,6 +30,8 @@ pub struct ServerConfig {
     /// Folder that adapters loaded over HTTP must lie in, after links are followed; None = the one that the server was started
     /// in.
     pub lora_root: Option<PathBuf>,
+    /// Places elsewhere that adapters loaded over HTTP may be fetched from; None = none.
+    pub lora_sources: Option<Sources>,
     /// Folder in which adapters are looked for by name when a request first names them; None = nowhere.
     pub lora_resolve_root: Option<PathBuf>,
     /// Whether sampling defaults come from the model's `generation_config.json`.
@@ -62,6 +65,7 @@ impl Default for ServerConfig {
             admin_api_key: None,
             allow_runtime_lora_updating: false,
             lora_root: None,
+            lora_sources: None,
             lora_resolve_root: None,
             use_generation_config: true,
             trust_request_chat_template: false,

@@ -105,6 +105,11 @@ impl ApiError {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, "InternalServerError", message)
     }
 
+    /// Whether what was asked for is not there.
+    pub(crate) fn is_not_found(&self) -> bool {
+        self.status == StatusCode::NOT_FOUND
+    }
+
     /// Names the field that is to blame.
     pub(crate) fn about(self, param: impl Into<String>) -> Self {
         Self { param: Some(param.into()), ..self }

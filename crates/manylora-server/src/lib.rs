@@ -29,12 +29,16 @@ mod resolver;
 mod roots;
 mod routes;
 mod sampling;
+mod sources;
 mod status;
 mod target;
 mod tokens;
+mod waiting;
 
 pub use config::ServerConfig;
 pub use error::ServerError;
 pub use keys::ApiKey;
 pub use listener::{Control, Server, bind};
 pub use routes::router;
+pub use sources::{Fetch, FetchError, Sources};
+pub use waiting::WaitingRoom;

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,11 @@ from manylora.arguments import Treatment
 from manylora.cli.keys import read_keys, reloader
 from manylora.cli.log import set_log
 from manylora.engine import read_manifest
-from manylora.exceptions import ManyLoRAError, ValidationError
+from manylora.exceptions import AdapterNotFoundError, ManyLoRAError, ValidationError
 from manylora.flags import add_flag
 from manylora.llm import LLM
 from manylora.serve_arguments import BY_NAME, FLAGS, SECTIONS
+from manylora.sources import fetch_adapter
 
 logger = logging.getLogger("manylora")
 
@@ -188,6 +190,7 @@ def plan(arguments: argparse.Namespace) -> Plan:
         "api_keys": given["api_key"] or ([environment_key] if environment_key else []),
         "allow_runtime_lora_updating": allow,
         "lora_resolve_root": resolve_root,
+        "lora_sources": given["lora_sources"] or [],
         "use_generation_config": given["generation_config"] == "auto",
         "max_pending": given["max_pending"] or None,
         "log_requests": given["enable_log_requests"],
@@ -227,7 +230,7 @@ def run(arguments: argparse.Namespace) -> int:
         # The server handles them from here on; Python's own handler would raise beside it.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         reload = reloader(asked.keys_file) if asked.keys_file else None
-        _core.serve(llm._core, port, asked.server, _ready, reload)
+        _core.serve(llm._core, port, asked.server, _ready, reload, _fetcher(llm))
     return 0
 
 
@@ -242,6 +245,21 @@ def _register(llm: LLM, modules: list[tuple[str, str]], base_names: list[str]) -
         if isinstance(result, ManyLoRAError):
             raise result
     logger.info("%d adapters registered; each is read when a request first names it", len(modules))
+
+
+def _fetcher(llm: LLM) -> Callable[[str, str], tuple[str, str]]:
+    """Return what the server calls to bring an adapter from elsewhere to this machine."""
+
+    def fetch(name: str, url: str) -> tuple[str, str]:
+        logger.info("fetching adapter `%s` from %s", name, url)
+        try:
+            return "found", str(fetch_adapter(url, name, token=llm.llm_engine.settings.hf_token))
+        except AdapterNotFoundError as error:
+            return "missing", str(error)
+        except ManyLoRAError as error:
+            return "failed", str(error)
+
+    return fetch
 
 
 def _ready(host: str, port: int, notes: list[str]) -> None:

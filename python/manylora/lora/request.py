@@ -30,7 +30,7 @@ class LoRARequest:
     Args:
         lora_name: the adapter's name.
         lora_int_id: the adapter's integer id, from 1 on.
-        lora_path: PEFT folder or hub id.
+        lora_path: PEFT folder, hub id, or URL of a folder that fsspec reads (s3://, gs://, https://).
         base_model_name: echoed only.
         load_inplace: whether other content under this name replaces what is loaded.
         is_3d_lora_weight: not supported.
