@@ -19,6 +19,7 @@ __all__ = [
 __version__: str
 
 def check_sampling_params(params: Any) -> tuple[float, list[str]]: ...
+def check_structured_outputs(outputs: Any) -> None: ...
 def serve(
     engine: Engine,
     port: Port,

@@ -13,6 +13,7 @@ use crate::error::{ApiError, ServerError};
 use crate::keys::{ApiKey, Caller, Running};
 use crate::resolver::Resolver;
 use crate::roots::LoraRoot;
+use crate::tools::ToolFormat;
 
 /// State of a server.
 pub(crate) struct App {
@@ -24,6 +25,8 @@ pub(crate) struct App {
     pub(crate) lora_root: LoraRoot,
     /// Finds adapters at first use.
     pub(crate) resolver: Option<Resolver>,
+    /// How the model writes calls of tools, where that is known.
+    pub(crate) tool_format: Option<ToolFormat>,
     /// Unix time.
     pub(crate) started: u64,
     /// Sequences that wait or run.
@@ -58,8 +61,10 @@ impl App {
         }
         let (keys, lora_root) = (Keys::new(&config)?, LoraRoot::new(&config)?);
         let resolver = config.lora_resolve_root.as_deref().map(Resolver::new).transpose()?;
+        let tool_format = config.tool_format.or_else(|| ToolFormat::of_template(&engine));
         let app = Arc::new(Self {
             resolver,
+            tool_format,
             engine,
             config,
             names,

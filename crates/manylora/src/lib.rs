@@ -19,7 +19,7 @@
 //! ```
 //!
 //! Reading order: [`config`], [`engine`] (the thread, its loop, the loader), [`registry`] (names), [`request`],
-//! [`stream`], [`sampler`].
+//! [`stream`], [`sampler`], `structure` (grammars that output follows).
 
 pub mod config;
 pub mod engine;
@@ -28,14 +28,16 @@ pub mod registry;
 pub mod request;
 pub mod sampler;
 pub mod stream;
+mod structure;
 
 pub use config::{DType, Device, EngineConfig, ReadHook};
 pub use engine::{CardMemory, DeviceMemory, Engine, EngineHandle, EngineInfo, EngineStats, Share, model_dimensions};
 pub use error::EngineError;
 pub use manylora_core::eviction::EvictionPolicyKind;
-pub use manylora_core::sampling::LogprobsMode;
+pub use manylora_core::sampling::{LogprobsMode, StructuredOutputs};
 pub use manylora_core::{Digest, FinishReason, SamplingParams, SchedulingPolicy, UnloadMode};
 pub use manylora_model as model;
 pub use registry::{AdapterInfo, AdapterOrigin, AdapterSource, AdapterTensors};
 pub use request::{AdapterSelection, GenerateRequest, Prompt};
 pub use stream::{BlockingDeltas, Delta, RequestStream, StopReason};
+pub use structure::lark;

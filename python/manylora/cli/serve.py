@@ -188,6 +188,7 @@ def plan(arguments: argparse.Namespace) -> Plan:
         "lora_resolve_root": resolve_root,
         "use_generation_config": given["generation_config"] == "auto",
         "max_pending": given["max_pending"] or None,
+        "reasoning_parser": given["reasoning_parser"] or None,
     }
     server |= {name: given[name] for name in _AS_GIVEN}
     return Plan(model, modules, engine, server, given["keys_file"])
@@ -196,6 +197,7 @@ def plan(arguments: argparse.Namespace) -> Plan:
 # Flags that the server takes under the same name and as they are.
 _AS_GIVEN = (
     "host", "port", "admin_api_key", "lora_root", "trust_request_chat_template", "max_body_bytes", "shutdown_timeout",
+    "tool_call_parser", "exclude_tools_when_tool_choice_none",
 )  # fmt: skip
 
 
