@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from manylora import RequestOutputKind, SamplingParams, ValidationError
+from manylora import RequestOutputKind, SamplingParams, StructuredOutputsParams, ValidationError
 from manylora.sampling_params import REFUSED_WHEN_SET
 
 NAN, INFINITY = float("nan"), float("inf")
@@ -26,6 +26,8 @@ FIELDS: dict[str, Any] = {
     "skip_clone": False, "structured_outputs": None, "logit_bias": None, "allowed_token_ids": None, "extra_args": None,
     "bad_words": None, "skip_reading_prefix_cache": None, "thinking_token_budget": None, "repetition_detection": None,
     "routed_experts_prompt_start": 0, "trace_decode_token_ids": None,
+    # An older name, so that it can say what it is called now.
+    "guided_decoding": None,
 }  # fmt: skip
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [
@@ -152,3 +154,49 @@ def test_params_are_copied_pickled_compared_and_shown() -> None:
 
 def test_from_optional_takes_none_for_the_default() -> None:
     assert SamplingParams.from_optional(n=None, temperature=None, top_p=0.5) == SamplingParams(top_p=0.5)
+
+
+STRUCTURED_REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({}, "You must use one kind of structured outputs constraint but none are specified"),
+    ({"json_object": False}, "You must use one kind of structured outputs constraint but none are specified"),
+    (
+        {"json": {}, "regex": "a"},
+        "You can only use one kind of structured outputs constraint but multiple are specified: json, regex.",
+    ),
+    ({"choice": []}, "structured_outputs.choice cannot be empty"),
+    ({"regex": ""}, "structured_outputs.regex cannot be empty"),
+    ({"json": 5}, "json must be a JSON Schema as text or dictionary, got 5"),
+    ({"json": {"a": {1}}}, "json cannot be written as JSON"),
+    ({"grammar": 5}, "grammar must be a string, got 5"),
+    ({"choice": [5]}, "choice must be a string or a list of strings, got an item 5"),
+    ({"json_object": "yes"}, "json_object must be True or False, got 'yes'"),
+    ({"structural_tag": "{}"}, "structural_tag is not supported"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), STRUCTURED_REFUSALS, ids=lambda value: str(value)[:40])
+def test_structured_outputs_have_exactly_one_constraint(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError) as refusal:
+        StructuredOutputsParams(**fields)
+    assert str(refusal.value).startswith(message)
+
+
+def test_structured_outputs_are_kept_copied_and_shown() -> None:
+    class Model:
+        @staticmethod
+        def model_json_schema() -> dict[str, Any]:
+            return {"type": "integer"}
+
+    outputs = StructuredOutputsParams(json=Model)
+    assert outputs == StructuredOutputsParams(json={"type": "integer"})
+    assert outputs.schema == '{"type": "integer"}'
+    assert repr(outputs) == "StructuredOutputsParams(json={'type': 'integer'})"
+    made = SamplingParams(structured_outputs=outputs)
+    assert pickle.loads(pickle.dumps(made)) == made == made.clone()
+    assert made != SamplingParams()
+    assert SamplingParams(structured_outputs={"regex": "a+"}).structured_outputs == StructuredOutputsParams(regex="a+")
+    for wrong, words in (({"regexp": "a"}, "has no field 'regexp'"), ("a", "must be StructuredOutputsParams, got 'a'")):
+        with pytest.raises(ValidationError, match=words):
+            SamplingParams(structured_outputs=wrong)
+    with pytest.raises(ValidationError, match="give structured_outputs=StructuredOutputsParams"):
+        SamplingParams(guided_decoding={"regex": "a"})

@@ -14,7 +14,7 @@ from manylora.inputs import TextPrompt, TokensPrompt
 from manylora.llm import LLM
 from manylora.lora.request import LoRARequest
 from manylora.outputs import CompletionOutput, Logprob, RequestOutput
-from manylora.sampling_params import RequestOutputKind, SamplingParams
+from manylora.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -31,6 +31,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "ValidationError",

@@ -91,7 +91,8 @@ _MULTIMODAL = "models are text-only"
 _MAMBA = "state-space models are not supported"
 _POOLING = "this engine generates; it has no pooling models"
 _SPECULATIVE = "speculative decoding is not supported yet"
-_STRUCTURED = "structured output is not supported yet"
+_STRUCTURED = "each request says it, in structured_outputs"
+_SOLE_GRAMMARS = "llguidance follows all grammars"
 _METRICS = "`llm.llm_engine.stats()` has the counters"
 _ROPE = "the checkpoint's own rotary embedding is used"
 _CHUNKS = "chunks are sized by max_num_batched_tokens"
@@ -418,14 +419,14 @@ OUTPUT = (
     _refused("otlp_traces_endpoint", None, "traces are not exported"),
     _refused("collect_detailed_traces", None, "traces are not exported", []),
     _refused("profiler_config", None, "use the system's profiler", {}),
-    _refused("structured_outputs_config", None, _STRUCTURED, {}),
-    _refused("guided_decoding_backend", None, _STRUCTURED, "auto"),
-    _refused("guided_decoding_disable_fallback", None, _STRUCTURED, False),
+    _refused("structured_outputs_config", None, _STRUCTURED, {}, {"backend": "auto"}, {"backend": "guidance"}),
+    _no_effect("guided_decoding_backend", None, _SOLE_GRAMMARS, "auto", "guidance"),
+    _no_effect("guided_decoding_disable_fallback", None, _SOLE_GRAMMARS, False),
     _refused("guided_decoding_disable_any_whitespace", None, _STRUCTURED, False),
     _refused("guided_decoding_disable_additional_properties", None, _STRUCTURED, False),
-    _refused("reasoning_parser", "", "outputs are not split into reasoning and answer"),
-    _refused("reasoning_parser_plugin", None, "outputs are not split into reasoning and answer", ""),
-    _refused("reasoning_config", None, "outputs are not split into reasoning and answer", {}),
+    _refused("reasoning_parser", "", "outputs have all that was said; `manylora serve` splits it"),
+    _refused("reasoning_parser_plugin", None, "outputs have all that was said; `manylora serve` splits it", ""),
+    _refused("reasoning_config", None, "outputs have all that was said; `manylora serve` splits it", {}),
     _refused("speculative_config", None, _SPECULATIVE),
     _refused("spec_method", None, _SPECULATIVE),
     _refused("spec_model", None, _SPECULATIVE),

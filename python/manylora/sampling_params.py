@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import enum
+import inspect
 import logging
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from json import dumps
 from numbers import Integral, Real
 from typing import Any
 
@@ -31,12 +33,12 @@ REFUSED_WHEN_SET: dict[str, tuple[Any, str]] = {
     "prompt_logprob_start": (None, "use prompt_logprobs"),
     "logprob_token_ids": (None, "use logprobs"),
     "flat_logprobs": (False, "logprobs are lists of dictionaries"),
-    "structured_outputs": (None, "structured output is not supported yet"),
     "extra_args": (None, "there are no extensions to pass them to"),
     "thinking_token_budget": (None, "there is no thinking budget"),
     "repetition_detection": (None, "repetition is not detected; use penalties"),
     "routed_experts_prompt_start": (0, "mixture-of-experts models are not supported yet"),
     "trace_decode_token_ids": (None, "tracing of tokens is not supported"),
+    "guided_decoding": (None, "give structured_outputs=StructuredOutputsParams(...), which has its fields"),
 }
 # Fields that only change speed or delivery: accepted whatever they are.
 WITHOUT_EFFECT = {"output_kind": RequestOutputKind.CUMULATIVE, "stream_interval": None, "skip_clone": False}
@@ -64,6 +66,23 @@ def _integer_list(name: str, value: Sequence[int] | None) -> list[int]:
         if isinstance(item, bool) or not isinstance(item, Integral) or not 0 <= int(item) < 2**32:
             raise ValidationError(f"{name} must be a list of token ids (integers from 0 up), got an item {item!r}")
     return [operator.index(item) for item in values]
+
+
+def _optional_text(name: str, value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise ValidationError(f"{name} must be a string, got {value!r}")
+    return value
+
+
+def _structured(value: Any) -> StructuredOutputsParams | None:
+    if value is None or isinstance(value, StructuredOutputsParams):
+        return value
+    if isinstance(value, Mapping):
+        unknown = [name for name in value if name not in inspect.signature(StructuredOutputsParams).parameters]
+        if unknown:
+            raise ValidationError(f"structured_outputs has no field {unknown[0]!r}")
+        return StructuredOutputsParams(**value)
+    raise ValidationError(f"structured_outputs must be StructuredOutputsParams, got {value!r}")
 
 
 def _switch(name: str, value: Any) -> bool:
@@ -101,6 +120,73 @@ def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValidationError(f"{name} must be a number, got {value!r}")
     return float(value)
+
+
+class StructuredOutputsParams:
+    """What an output must be: exactly one of `json`, `regex`, `choice`, `grammar` and `json_object`.
+
+    Args:
+        json: a JSON Schema, as text or as a dictionary, or a class with a method `model_json_schema`.
+        regex: a regular expression that matches the output from end to end.
+        choice: the texts of which the output is one.
+        grammar: a grammar in Lark's syntax, or in the EBNF of llama.cpp (`root ::= ...`).
+        json_object: True for any JSON object.
+        disable_any_whitespace: JSON without white space but in its strings.
+        disable_additional_properties: objects have only the properties that the schema names.
+        whitespace_pattern: a regular expression for white space between the parts of JSON.
+        structural_tag: refused when set.
+
+    Raises:
+        ValidationError: there is not exactly one constraint, or a value is of the wrong type.
+
+    """
+
+    def __init__(
+        self,
+        json: str | Mapping[str, Any] | None = None,
+        regex: str | None = None,
+        choice: Sequence[str] | None = None,
+        grammar: str | None = None,
+        json_object: bool | None = None,
+        disable_any_whitespace: bool = False,
+        disable_additional_properties: bool = False,
+        whitespace_pattern: str | None = None,
+        structural_tag: str | None = None,
+    ):
+        if structural_tag is not None:
+            raise ValidationError("structural_tag is not supported: use json or grammar; leave it at None")
+        describe = getattr(json, "model_json_schema", None)
+        self.json = json if describe is None else describe()
+        if not isinstance(self.json, (str, Mapping, type(None))):
+            raise ValidationError(f"json must be a JSON Schema as text or dictionary, got {json!r}")
+        self.regex = _optional_text("regex", regex)
+        self.choice = None if choice is None else _string_list("choice", choice)
+        self.grammar = _optional_text("grammar", grammar)
+        self.json_object = None if json_object is None else _switch("json_object", json_object)
+        self.disable_any_whitespace = _switch("disable_any_whitespace", disable_any_whitespace)
+        self.disable_additional_properties = _switch("disable_additional_properties", disable_additional_properties)
+        self.whitespace_pattern = _optional_text("whitespace_pattern", whitespace_pattern)
+        self.structural_tag = None
+        _core.check_structured_outputs(self)
+
+    @property
+    def schema(self) -> str | None:
+        """`json` as text."""
+        if self.json is None or isinstance(self.json, str):
+            return self.json
+        try:
+            return dumps(dict(self.json))
+        except (TypeError, ValueError) as error:
+            raise ValidationError(f"json cannot be written as JSON: {error}") from None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StructuredOutputsParams) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if value)
+        return f"StructuredOutputsParams({given})"
 
 
 class SamplingParams:
@@ -141,7 +227,7 @@ class SamplingParams:
         output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE,
         stream_interval: int | None = None,
         skip_clone: bool = False,
-        structured_outputs: Any = None,
+        structured_outputs: StructuredOutputsParams | None = None,
         logit_bias: Mapping[int, float] | Mapping[str, float] | None = None,
         allowed_token_ids: Sequence[int] | None = None,
         extra_args: Mapping[str, Any] | None = None,
@@ -151,6 +237,7 @@ class SamplingParams:
         repetition_detection: Any = None,
         routed_experts_prompt_start: int = 0,
         trace_decode_token_ids: Any = None,
+        guided_decoding: Any = None,
     ):
         given = dict(locals())
         for name, (default, advice) in REFUSED_WHEN_SET.items():
@@ -189,6 +276,7 @@ class SamplingParams:
             if skip_reading_prefix_cache is None
             else _switch("skip_reading_prefix_cache", skip_reading_prefix_cache)
         )
+        self.structured_outputs = _structured(structured_outputs)
         for name, (default, _) in REFUSED_WHEN_SET.items():
             setattr(self, name, default)
         # The native side has the one set of rules. What it adjusts is stored, so that it warns once.

@@ -57,7 +57,7 @@ _LOCAL_PROCESS = "one process serves; nothing is started beside it"
 _NEVER_LOGGED = "prompts and outputs are never logged"
 _LOGS = "logs go to standard error; --log-level sets how much"
 _NO_PAGES = "there are no documentation pages"
-_TOOLS = "tool calls are not parsed out of answers yet"
+_SOLE_PARSERS = "parsers are those that --tool-call-parser and --reasoning-parser name"
 _NO_PLUGINS = "no code is loaded from flags"
 _SOLE_HTTP = "HTTP/1.1 over TCP is the one way in"
 _TLS = "connections are not encrypted yet; put a proxy that terminates TLS before the server"
@@ -141,11 +141,33 @@ ANSWERS = (
     _refused("return_tokens_as_token_ids", False, _ASKED_FOR),
     _refused("enable_force_include_usage", False, _ASKED_FOR),
     _refused("enable_tokenizer_info_endpoint", False, "there is no such route"),
-    _refused("enable_auto_tool_choice", False, _TOOLS),
-    _refused("tool_call_parser", None, _TOOLS),
-    _refused("tool_parser_plugin", None, _TOOLS, ""),
-    _refused("tool_server", None, _TOOLS),
-    _no_effect("exclude_tools_when_tool_choice_none", False, _TOOLS),
+    _no_effect("enable_auto_tool_choice", False, "requests with tools may always leave it to the model"),
+    _honoured(
+        "tool_call_parser",
+        None,
+        Kind.TEXT,
+        "how the model writes calls of tools; None = as its chat template says",
+        "hermes",
+        "qwen25",
+        "llama3_json",
+    ),
+    _refused("tool_parser_plugin", None, _SOLE_PARSERS, ""),
+    _refused("tool_server", None, "tools are the client's"),
+    _honoured(
+        "exclude_tools_when_tool_choice_none",
+        False,
+        Kind.SWITCH,
+        "leave tools out of the prompts of requests that rule calls out",
+    ),
+    _honoured(
+        "reasoning_parser",
+        None,
+        Kind.TEXT,
+        "how the model marks its reasoning, which answers then have in reasoning_content; None = not at all",
+        "qwen3",
+        "deepseek_r1",
+        same=("",),
+    ),
     _no_effect("enable_prompt_tokens_details", False, "usage always says how many prompt tokens were cached"),
     _no_effect("enable_request_id_headers", False, "every answer has its request's id"),
     _no_effect("enable_server_load_tracking", False, "/load always counts"),

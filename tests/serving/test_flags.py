@@ -105,7 +105,12 @@ SERVER: dict[str, tuple[list[str], str, Any]] = {
     "lora_sources": (["--lora-sources", "s3://b/c", "hf://o"], "lora_sources", ["s3://b/c", "hf://o"]),
     "allow_runtime_lora_updating": (["--allow-runtime-lora-updating"], "allow_runtime_lora_updating", True),
     "lora_root": (["--lora-root", "/x"], "lora_root", "/x"),
-}
+    "tool_call_parser": (["--tool-call-parser", "llama3_json"], "tool_call_parser", "llama3_json"),
+    "exclude_tools_when_tool_choice_none": (
+        ["--exclude-tools-when-tool-choice-none"], "exclude_tools_when_tool_choice_none", True,
+    ),
+    "reasoning_parser": (["--reasoning-parser", "qwen3"], "reasoning_parser", "qwen3"),
+}  # fmt: skip
 # For those that the engine honours.
 ENGINE: dict[str, tuple[list[str], Any]] = {
     "tokenizer": (["--tokenizer", "x"], "x"),

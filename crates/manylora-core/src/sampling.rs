@@ -4,6 +4,7 @@
 //! the things to check against become known: [`SamplingParams::normalize`] needs nothing, and
 //! [`SamplingParams::validate_and_normalize`] needs the model's vocabulary and the engine's limits too.
 
+mod structured;
 mod validation;
 
 use std::collections::BTreeMap;
@@ -13,6 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::CoreError;
 
+pub use structured::{OutputConstraint, StructuredOutputs};
 pub use validation::NormalizedSampling;
 
 /// Sequences that one request may ask for, unless [`SamplingLimits::max_n`] says otherwise.
@@ -139,6 +141,8 @@ pub struct SamplingParams {
     pub allowed_token_ids: Option<Vec<u32>>,
     /// Whether the prompt is computed although its blocks are cached; None = only for prompt logprobs, which need it.
     pub skip_reading_prefix_cache: Option<bool>,
+    /// What the output must be; None = whatever comes.
+    pub structured_outputs: Option<StructuredOutputs>,
 }
 
 impl Default for SamplingParams {
@@ -168,6 +172,7 @@ impl Default for SamplingParams {
             logit_bias: BTreeMap::new(),
             allowed_token_ids: None,
             skip_reading_prefix_cache: None,
+            structured_outputs: None,
         }
     }
 }
@@ -223,6 +228,7 @@ mod tests {
             logit_bias: BTreeMap::from([(7, -1.5)]),
             allowed_token_ids: Some(vec![1, 7]),
             skip_reading_prefix_cache: Some(true),
+            structured_outputs: Some(StructuredOutputs { regex: Some("[ab]+".into()), ..StructuredOutputs::default() }),
             ..SamplingParams::default()
         };
         let text = serde_json::to_string(&params).expect("serializable");

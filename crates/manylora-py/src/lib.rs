@@ -27,7 +27,7 @@ mod _core {
     #[pymodule_export]
     use super::output::{AdapterRecord, Delta, Info};
     #[pymodule_export]
-    use super::request::check_sampling_params;
+    use super::request::{check_sampling_params, check_structured_outputs};
     #[pymodule_export]
     use super::serve::{Port, serve};
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use manylora::{AdapterSelection, EngineError, GenerateRequest, Prompt, SamplingParams};
+use manylora::{AdapterSelection, EngineError, GenerateRequest, Prompt, SamplingParams, StructuredOutputs};
 use pyo3::prelude::*;
 
 use crate::errors::IntoPython;
@@ -34,6 +34,37 @@ pub(crate) struct Params {
     logit_bias: Option<BTreeMap<u32, f32>>,
     allowed_token_ids: Option<Vec<u32>>,
     skip_reading_prefix_cache: Option<bool>,
+    structured_outputs: Option<Structured>,
+}
+
+/// `manylora.sampling_params.StructuredOutputsParams`, after its own checks.
+#[derive(FromPyObject)]
+pub(crate) struct Structured {
+    /// The schema as text.
+    schema: Option<String>,
+    regex: Option<String>,
+    choice: Option<Vec<String>>,
+    grammar: Option<String>,
+    json_object: Option<bool>,
+    disable_any_whitespace: bool,
+    disable_additional_properties: bool,
+    whitespace_pattern: Option<String>,
+}
+
+impl From<Structured> for StructuredOutputs {
+    fn from(outputs: Structured) -> Self {
+        Self {
+            json: outputs.schema,
+            regex: outputs.regex,
+            choice: outputs.choice,
+            grammar: outputs.grammar,
+            json_object: outputs.json_object,
+            disable_any_whitespace: outputs.disable_any_whitespace,
+            disable_additional_properties: outputs.disable_additional_properties,
+            whitespace_pattern: outputs.whitespace_pattern,
+            after: None,
+        }
+    }
 }
 
 impl From<Params> for SamplingParams {
@@ -63,6 +94,7 @@ impl From<Params> for SamplingParams {
             logit_bias: params.logit_bias.unwrap_or_default(),
             allowed_token_ids: params.allowed_token_ids,
             skip_reading_prefix_cache: params.skip_reading_prefix_cache,
+            structured_outputs: params.structured_outputs.map(Into::into),
         }
     }
 }
@@ -73,6 +105,13 @@ impl From<Params> for SamplingParams {
 pub(crate) fn check_sampling_params(py: Python<'_>, params: Params) -> PyResult<(f64, Vec<String>)> {
     let normalized = SamplingParams::from(params).normalize().map_err(EngineError::from).into_python(py)?;
     Ok((normalized.params.temperature, normalized.warnings))
+}
+
+/// Checks that there is exactly one constraint, which says something.
+#[pyfunction]
+pub(crate) fn check_structured_outputs(py: Python<'_>, outputs: Structured) -> PyResult<()> {
+    let outputs = StructuredOutputs::from(outputs);
+    outputs.constraint().map(drop).map_err(EngineError::from).into_python(py)
 }
 
 /// `manylora.engine.Request`: exactly one of `text` and `token_ids` is set.

@@ -5,7 +5,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use manylora::EngineError;
-use manylora_server::{ApiKey, Control, FetchError, Server, ServerConfig, ServerError, Sources, WaitingRoom, bind};
+use manylora_server::{
+    ApiKey, Control, FetchError, ReasoningFormat, Server, ServerConfig, ServerError, Sources, ToolFormat, WaitingRoom,
+    bind,
+};
 use pyo3::prelude::*;
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -46,6 +49,9 @@ pub(crate) struct Settings {
     lora_resolve_root: Option<PathBuf>,
     use_generation_config: bool,
     trust_request_chat_template: bool,
+    tool_call_parser: Option<String>,
+    exclude_tools_when_tool_choice_none: bool,
+    reasoning_parser: Option<String>,
     max_body_bytes: usize,
     max_pending: Option<usize>,
     max_adapter_series: usize,
@@ -77,6 +83,9 @@ impl Settings {
             lora_resolve_root: settings.lora_resolve_root,
             use_generation_config: settings.use_generation_config,
             trust_request_chat_template: settings.trust_request_chat_template,
+            tool_format: known(settings.tool_call_parser, "tool_call_parser", ToolFormat::of_name)?,
+            exclude_tools_when_tool_choice_none: settings.exclude_tools_when_tool_choice_none,
+            reasoning_format: known(settings.reasoning_parser, "reasoning_parser", ReasoningFormat::of_name)?,
             max_body_bytes: settings.max_body_bytes,
             max_pending: settings.max_pending,
             max_adapter_series: settings.max_adapter_series,
@@ -100,6 +109,17 @@ fn fetch_adapter(fetch: &Py<PyAny>, name: &str, url: &str) -> Result<PathBuf, Fe
         },
         Err(error) => Err(FetchError::Failed(format!("lora_path `{url}` of `{name}` could not be fetched: {error}"))),
     }
+}
+
+/// A setting that is one of a few names.
+fn known<T>(
+    name: Option<String>,
+    setting: &str,
+    of_name: impl FnOnce(&str) -> Option<T>,
+) -> Result<Option<T>, ServerError> {
+    let Some(name) = name else { return Ok(None) };
+    let unknown = || ServerError::InvalidSetting(format!("{setting} `{name}` is not known"));
+    of_name(&name).map(Some).ok_or_else(unknown)
 }
 
 /// Entries of a keys file, as JSON.

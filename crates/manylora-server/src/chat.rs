@@ -8,7 +8,7 @@ use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::response::Response;
 use manylora::model::chat::RenderOptions;
-use manylora::{Delta, GenerateRequest, Prompt, SamplingParams};
+use manylora::{Delta, FinishReason, GenerateRequest, Prompt, SamplingParams};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
@@ -22,8 +22,11 @@ use crate::fields::Fields;
 use crate::generation::Generation;
 use crate::keys::Caller;
 use crate::logprobs::{self, ChatLogprobs, Speller};
+use crate::reasoning::{self, CLOSE, Splitter};
 use crate::sampling;
+use crate::speech::{Listener, Message};
 use crate::target::{self, Target};
+use crate::tools::{self, CallParser, Tools};
 
 /// A conversation, and how its template renders it.
 pub(crate) struct Conversation {
@@ -34,8 +37,8 @@ pub(crate) struct Conversation {
 }
 
 impl Conversation {
-    /// Reads what chat requests and `/tokenize` have in common.
-    pub(crate) fn read(app: &App, fields: &mut Fields) -> Result<Self, ApiError> {
+    /// Reads what chat requests and `/tokenize` have in common; `tools` are those that the template gets.
+    pub(crate) fn read(app: &App, fields: &mut Fields, tools: Option<Value>) -> Result<Self, ApiError> {
         let messages = fields.array("messages")?.unwrap_or_default();
         if messages.is_empty() {
             return Err(ApiError::bad_request("`messages` is missing or empty; give at least one").about("messages"));
@@ -54,6 +57,7 @@ impl Conversation {
         }
         let continue_final_message = fields.flag("continue_final_message")?.unwrap_or(false);
         let options = RenderOptions {
+            tools,
             documents: fields.array("documents")?.map(Value::Array),
             add_generation_prompt: fields.flag("add_generation_prompt")?.unwrap_or(true),
             continue_final_message,
@@ -83,6 +87,8 @@ struct Asked {
     /// Most likely tokens to list; None = no logprobs at all.
     logprobs: Option<usize>,
     stream: Option<StreamOptions>,
+    tools: Tools,
+    include_reasoning: bool,
     speller: Speller,
     token_ids: bool,
     echo: bool,
@@ -90,13 +96,35 @@ struct Asked {
     priority: i64,
 }
 
+impl Asked {
+    /// Reads calls out of the answer, unless it is to be JSON of another kind.
+    fn parser(&self) -> Option<CallParser> {
+        let outputs = self.params.structured_outputs.as_ref();
+        let is_json = outputs.is_some_and(|outputs| outputs.json.is_some() || outputs.json_object.is_some());
+        self.tools.parser(self.stream.is_none()).filter(|_| !is_json)
+    }
+}
+
 fn read(app: &App, caller: &Caller, fields: &mut Fields) -> Result<Asked, ApiError> {
     let target = target::read(app, caller, fields)?;
     let stream = StreamOptions::read(fields)?;
     let generation = app.config.use_generation_config.then(|| &app.engine.info().generation);
     let mut params = sampling::read(fields, generation)?;
-    sampling::refuse_structure(fields)?;
-    refuse_tools(fields)?;
+    let (tools, definitions) = Tools::read(app, fields)?;
+    let engine = &app.engine;
+    if let Some(demanded) = tools.demanded(engine) {
+        if params.structured_outputs.is_some() {
+            return Err(ApiError::bad_request(
+                "`tool_choice` demands calls and `response_format` or `structured_outputs` demands something else; give one",
+            )
+            .about("tool_choice"));
+        }
+        params.structured_outputs = Some(demanded);
+    }
+    if tools.has_special_marks(engine) || app.config.reasoning_format.is_some() && tools::is_special(engine, CLOSE) {
+        // Their text is what they are found by.
+        params.skip_special_tokens = false;
+    }
     let most = fields.count("max_completion_tokens")?;
     // Older clients say max_tokens; where both are given the newer counts.
     let older = fields.count("max_tokens")?;
@@ -121,7 +149,9 @@ fn read(app: &App, caller: &Caller, fields: &mut Fields) -> Result<Asked, ApiErr
     }
     Ok(Asked {
         target,
-        conversation: Conversation::read(app, fields)?,
+        conversation: Conversation::read(app, fields, definitions)?,
+        tools,
+        include_reasoning: fields.flag("include_reasoning")?.unwrap_or(true),
         logprobs: params.logprobs.map(|count| usize::try_from(count).unwrap_or(usize::MAX)),
         params,
         stream,
@@ -136,18 +166,6 @@ fn read(app: &App, caller: &Caller, fields: &mut Fields) -> Result<Asked, ApiErr
     })
 }
 
-fn refuse_tools(fields: &mut Fields) -> Result<(), ApiError> {
-    let choice = fields.value("tool_choice");
-    let unused = choice.is_none_or(|choice| choice == "none");
-    match fields.array("tools")? {
-        Some(tools) if !tools.is_empty() && !unused => Err(ApiError::bad_request(
-            "`tools` are not supported yet; leave them out, or set `tool_choice` to \"none\"",
-        )
-        .about("tools")),
-        _ => Ok(()),
-    }
-}
-
 /// The route.
 pub(crate) async fn create(
     State(app): State<Arc<App>>,
@@ -158,10 +176,21 @@ pub(crate) async fn create(
     let answering = app.answering();
     let mut fields = body::read(&headers, body, app.config.max_body_bytes).await?;
     target::resolve(&app, &caller, &fields).await?;
-    let asked = read(&app, &caller, &mut fields)?;
+    let mut asked = read(&app, &caller, &mut fields)?;
     let (add_special_tokens, samples) = (asked.conversation.add_special_tokens, asked.params.n);
     let echoed = if asked.echo { last_content(&asked.conversation.messages) } else { String::new() };
+    let continues = asked.conversation.options.continue_final_message;
+    let parser = asked.parser();
     let text = asked.conversation.render(&app).await?;
+    let reasoning = app.config.reasoning_format;
+    if reasoning.is_some() && reasoning::may_begin(&text, continues) {
+        // What the output must be begins after the reasoning.
+        if let Some(outputs) = &mut asked.params.structured_outputs {
+            outputs.after = Some(CLOSE.to_owned());
+        }
+    }
+    let splitter = reasoning.map(|format| Splitter::after(format, &text, continues));
+    let listener = Listener::new(splitter, asked.include_reasoning, parser);
     let prompt_logprobs = asked.params.prompt_logprobs.is_some();
     let request = GenerateRequest {
         prompt: Prompt::Text { text, add_special_tokens },
@@ -184,6 +213,7 @@ pub(crate) async fn create(
         prompt_logprobs,
         prompt: generation.prompts.first().cloned().unwrap_or_default(),
         tokens: vec![0; samples],
+        listeners: vec![listener; samples],
         cached: 0,
     };
     let response = match asked.stream {
@@ -197,14 +227,6 @@ pub(crate) async fn create(
 fn last_content(messages: &Value) -> String {
     let last = messages.as_array().and_then(|messages| messages.last());
     last.and_then(|message| message.get("content")?.as_str()).unwrap_or_default().to_owned()
-}
-
-#[derive(Serialize)]
-struct Message {
-    #[serde(skip_serializing_if = "Option::is_none")]
-    role: Option<&'static str>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    content: Option<String>,
 }
 
 #[derive(Serialize)]
@@ -250,24 +272,54 @@ struct Maker {
     prompt: Vec<u32>,
     /// Of each sample, so far.
     tokens: Vec<usize>,
+    listeners: Vec<Listener>,
     cached: usize,
 }
 
 impl Maker {
-    fn choice(&mut self, delta: Delta, text: String, whole: bool) -> Choice {
+    /// Choices without their messages have all else that there is to tell.
+    fn choice(&mut self, delta: Delta) -> Choice {
         self.tokens[delta.index] += delta.token_ids.len();
         self.cached = self.cached.max(delta.cached_tokens);
-        let message = Message { role: whole.then_some("assistant"), content: Some(text) };
-        let (message, part) = if whole { (Some(message), None) } else { (None, Some(message)) };
+        let calls = self.listeners[delta.index].has_calls();
         Choice {
             index: delta.index,
-            message,
-            delta: part,
+            message: None,
+            delta: None,
             logprobs: self.logprobs.map(|most| ChatLogprobs::new(&delta.logprobs, most, &self.speller)),
-            finish_reason: delta.finish_reason.map(manylora::FinishReason::as_str),
+            finish_reason: delta.finish_reason.map(|reason| match reason {
+                FinishReason::Stop if calls => "tool_calls",
+                other => other.as_str(),
+            }),
             stop_reason: stop_reason(delta.stop_reason),
             token_ids: self.token_ids.then_some(delta.token_ids),
         }
+    }
+
+    /// What a sample's news become in a stream: a choice for each part of what was said.
+    fn parts(&mut self, mut delta: Delta) -> Vec<Choice> {
+        let (index, text) = (delta.index, std::mem::take(&mut delta.text));
+        let mut parts = self.listeners[index].parts(&text, delta.finish_reason.is_some());
+        let mut all = self.choice(delta);
+        if parts.is_empty() {
+            if all.finish_reason.is_none() && all.logprobs.is_none() && all.token_ids.is_none() {
+                // Half a character, or the beginning of a mark: it comes with the rest.
+                return Vec::new();
+            }
+            parts.push(Message::text(String::new()));
+        }
+        let last = parts.len() - 1;
+        let choice = |(at, part)| Choice {
+            index,
+            message: None,
+            delta: Some(part),
+            // Tokens go with the first part, the end with the last.
+            logprobs: all.logprobs.take(),
+            token_ids: all.token_ids.take(),
+            finish_reason: all.finish_reason.take_if(|_| at == last),
+            stop_reason: if at == last { all.stop_reason.take() } else { Value::Null },
+        };
+        parts.into_iter().enumerate().map(choice).collect()
     }
 
     fn usage(&self) -> Usage {
@@ -293,8 +345,9 @@ impl Maker {
         let choices = all
             .into_iter()
             .map(|mut delta| {
-                let text = format!("{}{}", self.echoed, std::mem::take(&mut delta.text));
-                self.choice(delta, text, true)
+                let text = std::mem::take(&mut delta.text);
+                let message = self.listeners[delta.index].message(&text, &self.echoed);
+                Choice { message: Some(message), ..self.choice(delta) }
             })
             .collect();
         let mut chat = self.told("chat.completion", choices, ToldUsage::Now(self.usage()));
@@ -315,7 +368,7 @@ const CHUNK: &str = "chat.completion.chunk";
 impl Writer for StreamWriter {
     fn begin(&mut self, _: &Generation, events: &mut Events) {
         for index in 0..self.maker.tokens.len() {
-            let message = Message { role: Some("assistant"), content: Some(self.maker.echoed.clone()) };
+            let message = Message::begun(self.maker.echoed.clone());
             let choice = Choice {
                 index,
                 message: None,
@@ -331,15 +384,10 @@ impl Writer for StreamWriter {
         }
     }
 
-    fn delta(&mut self, _: usize, mut delta: Delta, events: &mut Events) {
-        let text = std::mem::take(&mut delta.text);
-        let empty = text.is_empty() && delta.finish_reason.is_none();
-        let choice = self.maker.choice(delta, text, false);
-        if empty && choice.logprobs.is_none() && choice.token_ids.is_none() {
-            // Half a character: it comes with its other half.
-            return;
+    fn delta(&mut self, _: usize, delta: Delta, events: &mut Events) {
+        for choice in self.maker.parts(delta) {
+            events.push(&self.maker.told(CHUNK, vec![choice], self.options.usage(|| self.maker.usage())));
         }
-        events.push(&self.maker.told(CHUNK, vec![choice], self.options.usage(|| self.maker.usage())));
     }
 
     fn end(&mut self, events: &mut Events) {

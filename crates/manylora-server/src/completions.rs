@@ -137,7 +137,6 @@ fn read(app: &App, caller: &Caller, fields: &mut Fields) -> Result<Asked, ApiErr
     let stream = StreamOptions::read(fields)?;
     let generation = app.config.use_generation_config.then(|| &app.engine.info().generation);
     let mut params = sampling::read(fields, generation)?;
-    sampling::refuse_structure(fields)?;
     params.max_tokens = Some(fields.count("max_tokens")?.unwrap_or(DEFAULT_MAX_TOKENS));
     let wanted = sampling::logprob_count(fields, "logprobs")?;
     params.logprobs = wanted;

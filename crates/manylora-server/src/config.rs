@@ -4,7 +4,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::keys::ApiKey;
+use crate::reasoning::ReasoningFormat;
 use crate::sources::Sources;
+use crate::tools::ToolFormat;
 
 /// Configuration of a [`crate::Server`] or [`crate::router`].
 #[derive(Clone, Debug)]
@@ -38,6 +40,12 @@ pub struct ServerConfig {
     pub use_generation_config: bool,
     /// Whether requests may bring a chat template of their own.
     pub trust_request_chat_template: bool,
+    /// How the model writes calls of tools; None = as its chat template says.
+    pub tool_format: Option<ToolFormat>,
+    /// Whether the template does not see the tools of requests that rule calls out.
+    pub exclude_tools_when_tool_choice_none: bool,
+    /// How the model marks its reasoning, which answers then have apart; None = it is text like any other.
+    pub reasoning_format: Option<ReasoningFormat>,
     /// Most bytes of a request's body.
     pub max_body_bytes: usize,
     /// Sequences that may wait or run before further requests are answered 503; None = no limit.
@@ -69,6 +77,9 @@ impl Default for ServerConfig {
             lora_resolve_root: None,
             use_generation_config: true,
             trust_request_chat_template: false,
+            tool_format: None,
+            exclude_tools_when_tool_choice_none: false,
+            reasoning_format: None,
             max_body_bytes: 32 << 20,
             max_pending: Some(4096),
             max_adapter_series: 512,

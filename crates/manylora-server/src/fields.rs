@@ -13,6 +13,8 @@ use crate::error::ApiError;
 #[derive(Debug)]
 pub(crate) struct Fields {
     map: Map<String, Value>,
+    /// What errors put before a field's name: where the object is.
+    path: String,
 }
 
 /// A value as an error shows it: short.
@@ -38,7 +40,12 @@ fn is_empty(value: &Value) -> bool {
 
 impl Fields {
     pub(crate) fn new(map: Map<String, Value>) -> Self {
-        Self { map }
+        Self { map, path: String::new() }
+    }
+
+    /// Those of an object that is a field itself.
+    pub(crate) fn within(place: &str, map: Map<String, Value>) -> Self {
+        Self { map, path: format!("{place}.") }
     }
 
     /// A value that stays.
@@ -57,7 +64,8 @@ impl Fields {
         expected: &str,
         read: impl FnOnce(&Value) -> Option<T>,
     ) -> Result<Option<T>, ApiError> {
-        self.value(name).map(|value| read(&value).ok_or_else(|| wrong(name, expected, &value))).transpose()
+        let Some(value) = self.value(name) else { return Ok(None) };
+        read(&value).map(Some).ok_or_else(|| wrong(&format!("{}{name}", self.path), expected, &value))
     }
 
     pub(crate) fn text(&mut self, name: &str) -> Result<Option<String>, ApiError> {
@@ -115,6 +123,7 @@ impl Fields {
     pub(crate) fn refuse(&mut self, name: &str, reason: &str) -> Result<(), ApiError> {
         match self.value(name) {
             Some(value) if !is_empty(&value) => {
+                let name = format!("{}{name}", self.path);
                 Err(ApiError::bad_request(format!("`{name}` is not supported: {reason}")).about(name))
             }
             _ => Ok(()),

@@ -4,8 +4,8 @@
 //! until it is told to stop, draining what runs. Names, shapes and messages are those of OpenAI's API as vLLM extends it.
 //!
 //! Reading order: [`config`]; `app` (what all routes share) and `routes`; then the way of a request: `body` and `fields` (JSON in,
-//! with errors that name the place), `sampling` (fields to sampling parameters), `target` (model name to adapters), `resolver` (adapters found at first use),
-//! `completions` and `chat`, `generation` (the engine's streams), `events` (server-sent events), `logprobs`. `adapters` loads,
+//! with errors that name the place), `sampling` and `structured` (fields to sampling parameters), `target` (model name to adapters), `resolver` (adapters found at first use),
+//! `completions` and `chat` (with `tools`, `reasoning` and `speech`, which take what a model says apart), `generation` (the engine's streams), `events` (server-sent events), `logprobs`. `adapters` loads,
 //! unloads and pins, behind `auth`; `keys` has what each user may do; `metrics` counts and tells; `error` is the one place where errors become answers; `listener` has the connections.
 
 mod adapters;
@@ -25,20 +25,26 @@ mod listener;
 mod logprobs;
 mod metrics;
 mod models;
+mod reasoning;
 mod resolver;
 mod roots;
 mod routes;
 mod sampling;
 mod sources;
+mod speech;
 mod status;
+mod structured;
 mod target;
 mod tokens;
+mod tools;
 mod waiting;
 
 pub use config::ServerConfig;
 pub use error::ServerError;
 pub use keys::ApiKey;
 pub use listener::{Control, Server, bind};
+pub use reasoning::ReasoningFormat;
 pub use routes::router;
 pub use sources::{Fetch, FetchError, Sources};
+pub use tools::ToolFormat;
 pub use waiting::WaitingRoom;

@@ -5,6 +5,7 @@ use manylora::model::checkpoint::GenerationDefaults;
 
 use crate::error::ApiError;
 use crate::fields::Fields;
+use crate::structured;
 
 /// Fields that change results and that this server does not have: with a value that says something they are refused.
 const REFUSED: [(&str, &str); 14] = [
@@ -84,6 +85,7 @@ pub(crate) fn read(fields: &mut Fields, generation: Option<&GenerationDefaults>)
     flag(&mut params.spaces_between_special_tokens, fields.flag("spaces_between_special_tokens")?);
     flag(&mut params.include_stop_str_in_output, fields.flag("include_stop_str_in_output")?);
     params.prompt_logprobs = logprob_count(fields, "prompt_logprobs")?;
+    params.structured_outputs = structured::read(fields)?;
     Ok(params)
 }
 
@@ -95,21 +97,4 @@ pub(crate) fn logprob_count(fields: &mut Fields, name: &str) -> Result<Option<i3
         .filter(|count| *count >= -1)
         .map(Some)
         .ok_or_else(|| ApiError::bad_request(format!("`{name}` must be -1 or more, got `{count}`")).about(name))
-}
-
-/// What structured output would be asked by: refused until it is there, so that nobody takes free text for it.
-pub(crate) fn refuse_structure(fields: &mut Fields) -> Result<(), ApiError> {
-    if let Some(format) = fields.object("response_format")? {
-        let kind = format.get("type").and_then(serde_json::Value::as_str).unwrap_or_default();
-        if kind != "text" {
-            return Err(ApiError::bad_request(format!(
-                "`response_format` of type `{kind}` is not supported yet; use `text`"
-            ))
-            .about("response_format"));
-        }
-    }
-    for name in ["structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"] {
-        fields.refuse(name, "structured output is not there yet")?;
-    }
-    Ok(())
 }

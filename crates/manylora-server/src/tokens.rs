@@ -32,7 +32,8 @@ pub(crate) async fn tokenize(
     let (text, add_special_tokens) = if let Some(text) = fields.text("prompt")? {
         (text, fields.flag("add_special_tokens")?.unwrap_or(true))
     } else {
-        let conversation = Conversation::read(&app, &mut fields)?;
+        let tools = fields.array("tools")?.map(serde_json::Value::Array);
+        let conversation = Conversation::read(&app, &mut fields, tools)?;
         let add_special_tokens = conversation.add_special_tokens;
         (conversation.render(&app).await?, add_special_tokens)
     };

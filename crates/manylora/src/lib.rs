@@ -19,7 +19,7 @@
 //! ```
 //!
 //! Reading order: [`config`], [`engine`] (the thread, its loop, the loader), [`registry`] (names), [`request`],
-//! [`stream`], [`sampler`].
+//! [`stream`], [`sampler`], `structure` (grammars that output follows).
 
 pub mod config;
 pub mod engine;
@@ -28,6 +28,7 @@ pub mod registry;
 pub mod request;
 pub mod sampler;
 pub mod stream;
+mod structure;
 
 pub use config::{DType, Device, EngineConfig, ReadHook};
 pub use engine::{
@@ -36,9 +37,10 @@ pub use engine::{
 };
 pub use error::EngineError;
 pub use manylora_core::eviction::EvictionPolicyKind;
-pub use manylora_core::sampling::LogprobsMode;
+pub use manylora_core::sampling::{LogprobsMode, StructuredOutputs};
 pub use manylora_core::{Digest, FinishReason, SamplingParams, SchedulingPolicy, UnloadMode};
 pub use manylora_model as model;
 pub use registry::{AdapterInfo, AdapterOrigin, AdapterSource, AdapterTensors};
 pub use request::{AdapterSelection, GenerateRequest, Prompt};
 pub use stream::{BlockingDeltas, Delta, RequestStream, StopReason};
+pub use structure::lark;

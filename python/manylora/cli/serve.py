@@ -195,6 +195,7 @@ def plan(arguments: argparse.Namespace) -> Plan:
         "max_pending": given["max_pending"] or None,
         "log_requests": given["enable_log_requests"],
         "log_stats_interval": None if given["disable_log_stats"] else _log_stats_interval(),
+        "reasoning_parser": given["reasoning_parser"] or None,
     }
     server |= {name: given[name] for name in _AS_GIVEN}
     return Plan(model, modules, engine, server, given["keys_file"])
@@ -203,7 +204,7 @@ def plan(arguments: argparse.Namespace) -> Plan:
 # Flags that the server takes under the same name and as they are.
 _AS_GIVEN = (
     "host", "port", "admin_api_key", "lora_root", "trust_request_chat_template", "max_adapter_series", "max_body_bytes",
-    "shutdown_timeout",
+    "shutdown_timeout", "tool_call_parser", "exclude_tools_when_tool_choice_none",
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ pub struct NormalizedSampling {
     pub warnings: Vec<String>,
 }
 
-fn refuse<T>(parameter: &'static str, message: String) -> Result<T, CoreError> {
+pub(super) fn refuse<T>(parameter: &'static str, message: String) -> Result<T, CoreError> {
     Err(CoreError::InvalidArgument { parameter, message })
 }
 
@@ -152,6 +152,9 @@ impl SamplingParams {
         if self.bad_words.iter().any(String::is_empty) {
             let message = format!("bad_words cannot contain an empty string. Got bad_words={:?}", self.bad_words);
             return refuse("bad_words", message);
+        }
+        if let Some(outputs) = &self.structured_outputs {
+            outputs.constraint()?;
         }
         Ok(())
     }

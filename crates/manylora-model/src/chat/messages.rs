@@ -40,6 +40,8 @@ pub(super) fn prepare(messages: &Value, format: ContentFormat, as_parts: bool) -
             return Err(refused(format!("message {index} has no `role`")));
         }
         let mut message = message.clone();
+        // What a client fills in with null is not there.
+        message.retain(|name, value| name == "content" || !value.is_null());
         let texts = texts(message.get("content").unwrap_or(&Value::Null), index)?;
         let content = match texts {
             Content::Text(text) if format == ContentFormat::Parts => json!([{"type": "text", "text": text}]),
@@ -50,6 +52,11 @@ pub(super) fn prepare(messages: &Value, format: ContentFormat, as_parts: bool) -
             Content::Parts(texts) => Value::String(texts.join("\n")),
         };
         message.insert("content".to_owned(), content);
+        // Two names of the same, of which templates know the older.
+        if let (Some(reasoning), None) = (message.get("reasoning"), message.get("reasoning_content")) {
+            let reasoning = reasoning.clone();
+            message.insert("reasoning_content".to_owned(), reasoning);
+        }
         parse_arguments(&mut message, index)?;
         prepared.push(Value::Object(message));
     }

@@ -114,6 +114,13 @@ impl ChatTemplate {
         Ok(Self { inner: Arc::new(Inner { environment, names, special_tokens, takes_parts: OnceLock::new() }) })
     }
 
+    /// Whether any of the templates has this text in its source: a sign of what the model was trained to write.
+    pub fn mentions(&self, text: &str) -> bool {
+        let environment = &self.inner.environment;
+        let has = |name: &String| environment.get_template(name).is_ok_and(|template| template.source().contains(text));
+        self.inner.names.iter().any(has)
+    }
+
     /// Renders a conversation, a JSON array of messages with `role` and `content`.
     pub fn render(&self, messages: &Value, options: &RenderOptions) -> Result<String, ModelError> {
         if options.add_generation_prompt && options.continue_final_message {

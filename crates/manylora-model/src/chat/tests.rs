@@ -137,3 +137,20 @@ fn a_47_templates_of_a_folder() {
     std::fs::remove_file(folder.path().join("chat_template.jinja")).unwrap();
     assert!(ChatTemplate::from_directory(folder.path(), &tokenizer).is_err());
 }
+
+#[test]
+fn what_clients_fill_in_with_null_is_not_there() {
+    let messages =
+        json!([{"role": "assistant", "content": null, "tool_calls": null, "reasoning": "so", "refusal": null}]);
+    let source = "{{ messages[0] | tojson }}";
+    assert_eq!(
+        render(source, &messages).unwrap(),
+        r#"{"role": "assistant", "content": "", "reasoning": "so", "reasoning_content": "so"}"#
+    );
+}
+
+#[test]
+fn templates_are_searched_for_signs() {
+    assert!(template("a <tool_call> b").mentions("<tool_call>"));
+    assert!(!template("a").mentions("<tool_call>"));
+}

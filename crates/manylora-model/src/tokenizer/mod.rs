@@ -147,6 +147,11 @@ impl Tokenizer {
         self.inner.text.bytes(id)
     }
 
+    /// Whether a text is the bytes of its tokens, one after the other, and nothing else.
+    pub fn is_bytewise(&self) -> bool {
+        self.inner.text.is_bytewise()
+    }
+
     /// Id of a token as the vocabulary spells it (byte-level tokens in their mapped alphabet).
     pub fn id_of(&self, token: &str) -> Option<u32> {
         self.inner.pipeline.token_to_id(token)

@@ -23,6 +23,7 @@ use crate::error::EngineError;
 use crate::registry::{AdapterInfo, AdapterSource, Registry};
 use crate::request::{AdapterSelection, GenerateRequest};
 use crate::stream::RequestStream;
+use crate::structure::Structure;
 
 /// Logits of every position of a sequence.
 #[derive(Clone, Debug, PartialEq)]
@@ -53,6 +54,7 @@ pub(crate) struct Shared {
     pub(crate) end_tokens: Vec<u32>,
     pub(crate) tokenizer: Option<Tokenizer>,
     pub(crate) chat_template: Option<ChatTemplate>,
+    pub(crate) structure: Structure,
     pub(crate) registry: Arc<Registry>,
     /// Until the engine thread ends: it holds on to the device.
     pub(crate) reader: Arc<Mutex<Option<Reader>>>,

@@ -174,6 +174,11 @@ impl RunningSequence {
 
     /// Appends a token and its text; true if it ends the sequence.
     pub(crate) fn push_token(&mut self, token: u32) -> bool {
+        if let Some(fault) = self.sampler.fault() {
+            let message = format!("the structured output cannot go on: {fault}; simplify what it must be");
+            self.failure = Some(EngineError::InvalidArgument(message));
+            return true;
+        }
         self.generated += 1;
         self.pending.token_ids.push(token);
         if self.capture.is_some() {
@@ -181,7 +186,9 @@ impl RunningSequence {
         }
         let may_stop = self.generated >= self.stop_tokens.min_tokens;
         let StopTokens { end_tokens, stop_token_ids, .. } = &self.stop_tokens;
-        let ends = may_stop && (end_tokens.contains(&token) || stop_token_ids.contains(&token));
+        let complete = self.sampler.is_complete();
+        // What a structured output has no other token for ends it, however few there are.
+        let ends = (may_stop || complete) && (end_tokens.contains(&token) || stop_token_ids.contains(&token));
         // As in vLLM, only the first end token ends without naming itself.
         if ends && end_tokens.first() != Some(&token) {
             self.pending.stop_reason = Some(StopReason::Token(token));
@@ -204,7 +211,7 @@ impl RunningSequence {
                 }
             }
         }
-        ends
+        ends || complete
     }
 
     /// Sends what has become certain since the last delta.

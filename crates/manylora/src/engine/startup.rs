@@ -30,6 +30,7 @@ use super::worker::Worker;
 use crate::config::{DType, EngineConfig};
 use crate::error::EngineError;
 use crate::registry::Registry;
+use crate::structure::Structure;
 
 /// What was decided at start. All bytes are exact.
 #[derive(Clone, Debug)]
@@ -266,6 +267,7 @@ fn put_together<B: Backend>(
     let shared = Shared {
         config,
         info,
+        structure: Structure::new(spec.vocab_size, &end_tokens),
         spec,
         end_tokens,
         tokenizer,

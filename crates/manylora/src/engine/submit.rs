@@ -17,6 +17,7 @@ use crate::registry::Entry;
 use crate::request::{AdapterSelection, GenerateRequest, Prompt};
 use crate::sampler::{RandomKey, SamplerSetup, SequenceSampler, bad_word_sequences};
 use crate::stream::{RequestStream, channel};
+use crate::structure::{Constraint, Grammar};
 
 /// A request that was found good.
 struct Checked {
@@ -25,6 +26,7 @@ struct Checked {
     adapters: Vec<AdapterUse>,
     holds: Vec<Entry>,
     bad_words: Vec<Vec<u32>>,
+    grammar: Option<Arc<Grammar>>,
     priority: i64,
     cache_salt: Option<String>,
     tenant: Option<String>,
@@ -101,6 +103,8 @@ fn check(shared: &Shared, request: GenerateRequest) -> Result<Checked, EngineErr
         let tokenizer = shared.tokenizer()?;
         bad_word_sequences(&params.bad_words, |word| tokenizer.encode(word, false).unwrap_or_default())?
     };
+    let compile = |outputs| shared.structure.compile(shared.tokenizer()?, outputs);
+    let grammar = params.structured_outputs.as_ref().map(compile).transpose()?;
     let (adapters, holds) = resolve(shared, &request.adapters)?.into_iter().unzip();
     Ok(Checked {
         prompt: Arc::new(prompt),
@@ -108,6 +112,7 @@ fn check(shared: &Shared, request: GenerateRequest) -> Result<Checked, EngineErr
         holds,
         params,
         bad_words,
+        grammar,
         priority: request.priority,
         cache_salt: request.cache_salt,
         tenant: request.tenant,
@@ -240,11 +245,14 @@ fn sampler(shared: &Shared, request: &Checked, key: RandomKey) -> SequenceSample
             logprobs_mode: shared.config.logprobs_mode,
         },
     )
+    .under(request.grammar.clone().map(Constraint::new))
 }
 
 fn stop_tokens(shared: &Shared, params: &SamplingParams) -> StopTokens {
+    // A grammar permits an end token where its text may end, and nowhere else: it is an end under `ignore_eos`, too.
+    let ignored = params.ignore_eos && params.structured_outputs.is_none();
     StopTokens {
-        end_tokens: if params.ignore_eos { Vec::new() } else { shared.end_tokens.clone() },
+        end_tokens: if ignored { Vec::new() } else { shared.end_tokens.clone() },
         stop_token_ids: params.stop_token_ids.clone(),
         min_tokens: params.min_tokens,
         include_in_output: params.include_stop_str_in_output,

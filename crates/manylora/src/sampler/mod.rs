@@ -5,7 +5,7 @@
 //! vLLM's order:
 //!
 //! 1. logprobs are taken from the raw logits ([`token_logprobs`]);
-//! 2. `allowed_token_ids`, `bad_words` and `min_tokens` mask tokens, `logit_bias` is added;
+//! 2. the grammar of a structured output, `allowed_token_ids`, `bad_words` and `min_tokens` mask tokens, `logit_bias` is added;
 //! 3. repetition, frequency and presence penalties;
 //! 4. greedy: the largest logit, the lowest id of equal ones. Otherwise temperature, min_p, top_k (ties for the last
 //!    place stay), top_p, and a draw.
@@ -14,7 +14,7 @@
 //! ([`SequenceSampler::need`]): a device can be asked for these, and the token is the same.
 //!
 //! NaN counts as minus infinity everywhere. A row that leaves nothing to choose gives the lowest id that no mask
-//! excludes.
+//! excludes; where the masks exclude all, the grammar counts most.
 
 mod arithmetic;
 mod history;
@@ -29,6 +29,8 @@ use arithmetic::ln;
 use history::{BadWords, Penalties};
 use logprobs::Listed;
 use selection::{Filters, SelectionScratch};
+
+use crate::structure::Constraint;
 
 pub use arithmetic::argmax;
 pub use history::bad_word_sequences;
@@ -101,6 +103,8 @@ pub struct SequenceSampler {
     filters: Option<Filters>,
     /// Sorted, without duplicates.
     allowed: Option<Vec<u32>>,
+    /// What a structured output permits.
+    constraint: Option<Constraint>,
     bad_words: BadWords,
     min_tokens: usize,
     end_tokens: Vec<u32>,
@@ -135,6 +139,7 @@ impl SequenceSampler {
         Self {
             filters,
             allowed,
+            constraint: None,
             bad_words: BadWords::new(setup.bad_words),
             min_tokens: params.min_tokens,
             end_tokens: if params.min_tokens > 0 { setup.end_tokens.to_vec() } else { Vec::new() },
@@ -145,6 +150,22 @@ impl SequenceSampler {
             key: setup.key,
             output_len: 0,
         }
+    }
+
+    /// The sampler of a structured output, or this one where there is none.
+    #[must_use]
+    pub(crate) fn under(self, constraint: Option<Constraint>) -> Self {
+        Self { constraint, ..self }
+    }
+
+    /// Whether the output is structured and nothing can follow what was chosen.
+    pub(crate) fn is_complete(&self) -> bool {
+        self.constraint.as_ref().is_some_and(Constraint::is_complete)
+    }
+
+    /// Why the structure of the output can be followed no further, if it cannot.
+    pub(crate) fn fault(&self) -> Option<&str> {
+        self.constraint.as_ref()?.fault()
     }
 
     /// Tokens chosen so far.
@@ -166,6 +187,9 @@ impl SequenceSampler {
 
     /// Chooses the next token from a row of raw logits (shape: vocabulary) and counts it.
     pub fn sample(&mut self, logits: &[f32], scratch: &mut SamplerScratch) -> Sampled {
+        if let Some(constraint) = &mut self.constraint {
+            constraint.prepare();
+        }
         let token = self.choose(logits, scratch);
         let logprobs = self.logprobs.map(|top| token_logprobs(logits, token, top, self.logprobs_mode, scratch));
         self.accept(token);
@@ -188,6 +212,9 @@ impl SequenceSampler {
     /// Counts a token that was chosen elsewhere.
     pub fn accept(&mut self, token: u32) {
         self.output_len += 1;
+        if let Some(constraint) = &mut self.constraint {
+            constraint.accept(token);
+        }
         self.bad_words.record(token);
         if let Some(penalties) = &mut self.penalties {
             penalties.count(token);
@@ -222,6 +249,7 @@ impl SequenceSampler {
 
     fn changes_logits(&self) -> bool {
         self.allowed.is_some()
+            || self.constraint.is_some()
             || !self.bad_words.is_empty()
             || self.holds_back_end_tokens()
             || !self.logit_bias.is_empty()
@@ -251,6 +279,9 @@ impl SequenceSampler {
                 }
             }
         }
+        if let Some(constraint) = &self.constraint {
+            constraint.mask(processed);
+        }
         for token in self.banned() {
             if let Some(logit) = processed.get_mut(token as usize) {
                 *logit = f32::NEG_INFINITY;
@@ -267,16 +298,22 @@ impl SequenceSampler {
         processed
     }
 
-    /// The answer for a row without any finite logit: the lowest id that no mask excludes; if all are excluded, the
-    /// lowest allowed one.
+    /// The answer for a row without any finite logit: the lowest id that no mask excludes. If all are excluded, the lowest
+    /// that the grammar permits, an allowed one where there is any; without a grammar the lowest allowed one.
     fn lowest_permitted(&self, vocab_size: usize) -> u32 {
         let mut banned: Vec<u32> = self.banned().collect();
         banned.sort_unstable();
-        let permitted = |token: &u32| banned.binary_search(token).is_err();
+        let grammatical = |token: &u32| self.constraint.as_ref().is_none_or(|constraint| constraint.permits(*token));
+        let permitted = |token: &u32| grammatical(token) && banned.binary_search(token).is_err();
+        let all = || 0..vocab_size as u32;
         match &self.allowed {
-            Some(allowed) => allowed.iter().copied().find(permitted).or(allowed.first().copied()),
-            None => (0..vocab_size as u32).find(permitted),
+            Some(allowed) => {
+                let allowed = || allowed.iter().copied();
+                allowed().find(permitted).or_else(|| allowed().find(grammatical))
+            }
+            None => all().find(permitted),
         }
+        .or_else(|| all().find(grammatical))
         .unwrap_or(0)
     }
 }
