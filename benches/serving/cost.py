@@ -1,7 +1,8 @@
 """What the server costs: tokens/s through HTTP streams against the engine's own, and CPU time of idle connections.
 
-Both run the same requests on the same settings in turns: `LLM.generate` in this process, and `manylora serve` in another,
-asked by as many streams. The ratio is of pairs that ran next to each other; absolute figures belong to the machine.
+Both run the same requests on the same settings in turns: `LLM.generate` in this process, and `manylora serve` in
+another, asked by as many streams. The ratio is of pairs that ran next to each other; absolute figures belong to the
+machine.
 """
 
 from __future__ import annotations
