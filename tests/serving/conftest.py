@@ -103,7 +103,7 @@ StartServer = Callable[..., Server]
 
 def server_flags(*flags: str, base: str = "llama") -> list[str]:
     return [
-        str(ORACLE / base / "base"), "--device", "cpu", "--dtype", "float32", "--port", "0",
+        base if os.sep in base else str(ORACLE / base / "base"), "--device", "cpu", "--dtype", "float32", "--port", "0",
         "--served-model-name", "base", "--max-lora-rank", "64", "--kv-cache-memory-bytes", str(32 << 20), *flags,
     ]  # fmt: skip
 
