@@ -15,6 +15,8 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
+from manylora.bench.measure import EventReader
+
 from .conftest import ADAPTERS, PROMPT, Server, StartServer, events
 from .test_metrics import Page
 
@@ -35,15 +37,16 @@ class Reading:
 
     def __init__(self, answer: Any):
         self.headers = answer.headers
-        self.lines = answer.iter_lines()
+        reader = EventReader()
+        self.data = (data for part in answer.iter_bytes() for data in reader.feed(part))
 
-    def next(self) -> str:
-        """The data of the next event."""
-        line: str = next(line for line in self.lines if line)
-        return line.removeprefix("data: ")
+    def next(self) -> Any:
+        """The next event."""
+        return json.loads(next(self.data))
 
     def rest(self) -> list[Any]:
-        return events("\n\n".join(line for line in self.lines if line))
+        """The events that are left; the last one of a good stream is None."""
+        return [None if data == "[DONE]" else json.loads(data) for data in self.data]
 
 
 def counted(answer: Any) -> tuple[int, ...]:
@@ -103,7 +106,7 @@ def test_a_57_streams_and_answers_agree(server: Server, model: str, fields: dict
 
 
 def test_a_57_a_failure_in_mid_stream_is_an_error_and_no_end(start_server: StartServer, tmp_path: Path) -> None:
-    """Of a request's prompts one streams at a time; its adapter cannot be had any more when the next one's turn comes."""
+    """Of a request's prompts one streams at a time; its adapter cannot be had any more when the next one's turn is."""
     beta = Path(shutil.copytree(ADAPTERS / "beta", tmp_path / "beta"))
     modules = [f"beta={beta}", f"gamma={ADAPTERS / 'gamma'}"]
     server = start_server(
@@ -112,7 +115,7 @@ def test_a_57_a_failure_in_mid_stream_is_an_error_and_no_end(start_server: Start
     gamma = server.text("gamma", max_tokens=400)
     expected = server.text("beta", max_tokens=480)
     with opened(server, **(LONG | {"model": "beta", "prompt": [PROMPT] * 64})) as stream:
-        chunks = [json.loads(stream.next()) for _ in range(3)]
+        chunks = [stream.next() for _ in range(3)]
         # Between two prompts the adapter gives its place to another one; its folder is gone by then.
         shutil.rmtree(beta)
         answers: list[str] = []
@@ -141,7 +144,7 @@ def test_a_57_an_unload_that_aborts_says_so_in_the_stream(start_server: StartSer
     server = start_server("--max-num-seqs", "1", **ON)
     server.load("alpha", "alpha")
     with opened(server, **(LONG | {"model": "alpha", "prompt": [PROMPT] * 32})) as stream:
-        chunks = [json.loads(stream.next()) for _ in range(3)]
+        chunks = [stream.next() for _ in range(3)]
         assert server.unload("alpha", mode="abort").status_code == 200
         chunks += stream.rest()
     reasons = [choice["finish_reason"] for chunk in chunks if chunk for choice in chunk["choices"]]
