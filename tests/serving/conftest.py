@@ -101,9 +101,9 @@ def events(text: str) -> list[Any]:
 StartServer = Callable[..., Server]
 
 
-def _flags(*flags: str, base: str = "llama") -> list[str]:
+def server_flags(*flags: str, base: str = "llama") -> list[str]:
     return [
-        str(ORACLE / base / "base"), "--device", "cpu", "--dtype", "float32", "--port", "0",
+        base if os.sep in base else str(ORACLE / base / "base"), "--device", "cpu", "--dtype", "float32", "--port", "0",
         "--served-model-name", "base", "--max-lora-rank", "64", "--kv-cache-memory-bytes", str(32 << 20), *flags,
     ]  # fmt: skip
 
@@ -114,7 +114,7 @@ def start_server() -> Iterator[StartServer]:
     servers: list[Server] = []
 
     def start(*flags: str, base: str = "llama", folder: Path = ADAPTERS, **environment: str) -> Server:
-        server = Server(_flags(*flags, base=base), folder, environment)
+        server = Server(server_flags(*flags, base=base), folder, environment)
         servers.append(server)
         return server
 
@@ -127,6 +127,6 @@ def start_server() -> Iterator[StartServer]:
 def server() -> Iterator[Server]:
     """One server for tests that change nothing: the adapters alpha and beta, nothing to manage."""
     modules = ["--lora-modules", f"alpha={ADAPTERS / 'alpha'}", f"beta={ADAPTERS / 'beta'}"]
-    server = Server(_flags(*modules), ADAPTERS, {})
+    server = Server(server_flags(*modules), ADAPTERS, {})
     yield server
     server.close()

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from manylora._core import __version__
-from manylora.cli import demo, serve
+from manylora.cli import bench, demo, serve
 from manylora.cli.log import shown_log
 from manylora.exceptions import ManyLoRAError
 from manylora.flags import FlagParser
@@ -18,6 +18,7 @@ examples:
   manylora demo --model ~/smollm2.gguf   the same on a file that is there already
   manylora demo --max-tokens 64 --dtype float32 --threads 1
   manylora serve BASE --lora-modules sql=./sql support=./support
+  manylora bench serve --request-rate 4        time every token of 1000 requests to that server
 """
 
 
@@ -33,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=FlagParser)
     demo.add_parser(commands)
     serve.add_parser(commands)
+    bench.add_parser(commands)
     parsed = parser.parse_args(arguments)
     if not hasattr(parsed, "run"):
         parser.print_help()
