@@ -46,7 +46,7 @@ fn step(backend: &CudaBackend, blocks: &[u32], adapters: &AdapterTable<CudaAdapt
 fn session() -> Result<(), KernelError> {
     let shape = kv_shape(DTYPE);
     let shared_bytes = kv_cache_bytes(&shape);
-    let backend = CudaBackend::open(CudaOptions { shared_bytes, ..options(DTYPE, false) })?;
+    let backend = CudaBackend::open(CudaOptions { shared_bytes, memory_bytes: 5 << 20, ..options(DTYPE, false) })?;
     backend.reserve(ROWS, ROWS, 64, 0)?;
     let mut cache = backend.kv_cache(shape)?;
     let mut adapters = AdapterTable::new(1);
