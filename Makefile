@@ -82,7 +82,8 @@ $(STAMPS)/nvcc: $(STAMPS)/venv kernels/requirements.txt
 # The kernels on an emulated device and the driver layer over it; then for every card, where no kernel may spill. Needs g++
 # and no GPU; the compiler for cards comes from the package index.
 test-cuda: $(STAMPS)/nvcc
-	$(MAKE) -j$(CORES) -C kernels OUT="$(KERNELS)" emu emu-check test-emu-plain test-emu-check test-kernels
+	$(MAKE) -j$(CORES) -C kernels OUT="$(KERNELS)" emu emu-check emu-asan test-emu-plain test-emu-check test-kernels
+	$(MAKE) -j$(CORES) -C kernels OUT="$(KERNELS)" DEEP=--small test-kernels-check test-kernels-asan
 	NVCC="$(NVCC)" \
 		$(CARGO) clippy --release --workspace --features manylora-benches/cuda,manylora-py/cuda --all-targets --locked -- -D warnings
 	$(EMULATED) $(CARGO) test --release -p manylora-kernels --features cuda --locked
@@ -93,7 +94,7 @@ test-cuda: $(STAMPS)/nvcc
 		-- --device cuda --shape 64x96 --rank 8 --rows 5 --rounds 1
 	$(MAKE) -j$(CORES) -C kernels OUT="$(KERNELS)" NVCC="$(NVCC)" registers
 
-# What takes longer: the checkers on the whole grid.
+# What takes longer: the checkers on the whole grid, and the longest grids.
 test-cuda-long: test-cuda
 	$(MAKE) -j$(CORES) -C kernels OUT="$(KERNELS)" DEEP=--deep test-emu test-kernels test-kernels-check test-kernels-asan
 	$(EMULATED) $(CARGO) test --release -p manylora-kernels --features cuda --locked --test cuda_backend -- --deep

@@ -78,7 +78,13 @@ assert "emulated" in kernels["card"] and {case["caches"] for case in cases} == {
 assert {case["popularity"] for case in cases} == {None, "identical", "uniform", "skewed", "distinct"}
 assert {case["products"] for case in cases} == {"own", "library"}
 assert all(case["device"] == "cuda" and case["microseconds"] > 0 and case["fraction_of_limit"] > 0 for case in cases)
-assert {case["case"] for case in card["cases"]} == {"ledger", "decode", "prefill", "cold load"}
+assert {case["case"] for case in card["cases"]} == {"ledger", "decode", "goal", "prefill", "cold load"}
+ledger = [case for case in card["cases"] if case["case"] == "ledger"]
+assert len(ledger) == 18 and all(case["planned"] == case["held"] for case in ledger), ledger
+mixed = [case for case in card["cases"] if case["case"] == "decode" and case["adapters"] > 0]
+assert all(case["reached"] == (case["of_base_speed"] >= case["goal"] == 0.85) for case in mixed), mixed
+(goal,) = [case for case in card["cases"] if case["case"] == "goal"]
+assert (goal["cases"], goal["reached"]) == (len(mixed), sum(case["reached"] for case in mixed)), (goal, mixed)
 # The same cases, each with what both made of it. The stand-in takes 50 ms for a token, on any number of streams.
 ours = {(case["streams"], case["adapters"]): case["tokens_per_second"] for case in card["cases"] if case["case"] == "decode"}
 theirs = {(case["streams"], case["adapters"]): case for case in vllm["cases"]}
@@ -131,6 +137,14 @@ assert not summary["complete"] and [part["part"] for part in summary["parts"]][:
 for program in /proc/[0-9]*/exe; do
     [[ $(readlink "$program" 2> /dev/null) != "$unpacked"/* ]] || fail "a stop leaves a program running: $program"
 done
+
+# A core that takes longer than it may ends in time, and says what it did not come to.
+status=0 start=$SECONDS
+"${clean[@]}" OUT="$folder/late" CORE=1 "$unpacked/gpu_check.sh" --emulated > late.txt 2>&1 || status=$?
+[ "$status" = 1 ] && [ $((SECONDS - start)) -lt 60 ] || fail "a core of one second ended with $status after $((SECONDS - start)) s: $(cat late.txt)"
+grep "^FAIL     bench table: not reached, since the core's 1 s are over" late.txt
+grep -q '"part": "engine", "outcome": "not reached"' "$folder/late/summary.json" || fail "$(cat "$folder/late/summary.json")"
+refused 3 'CORE is .soon.' "${clean[@]}" OUT="$folder/late" CORE=soon "$unpacked/gpu_check.sh" --emulated
 
 # What cannot be checked: each with its own exit code and a line that says why.
 refused() { # exit code, words, command

@@ -93,6 +93,7 @@ HONOURED: dict[str, tuple[Any, str, Any]] = {
     "gpu_memory_utilization": (0.5, "gpu_memory_utilization", 0.5),
     "enforce_eager": (True, "enforce_eager", True),
     "batch_invariant": (True, "batch_invariant", True),
+    "fixed_gemm_algorithm": (True, "fixed_gemm_algorithm", True),
     "enable_prefix_caching": (False, "enable_prefix_caching", False),
     "enable_chunked_prefill": (False, "enable_chunked_prefill", False),
     "scheduling_policy": ("priority", "scheduling_policy", "priority"),

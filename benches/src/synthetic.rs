@@ -4,6 +4,8 @@ use std::fs;
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
 
+use manylora_core::budget::ModelDimensions;
+
 /// Shape of a Qwen2-like decoder.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
@@ -19,22 +21,69 @@ pub struct Shape {
     pub kv_heads: usize,
     /// Width of a head.
     pub head_dim: usize,
-    /// Vocabulary; the embedding is the head.
+    /// Vocabulary.
     pub vocab: usize,
+    /// Whether the embedding is the head.
+    pub tied: bool,
+    /// Positions that a sequence can have.
+    pub positions: usize,
 }
 
 impl Shape {
     /// Qwen2.5-0.5B.
-    pub const HALF_BILLION: Self =
-        Self { hidden: 896, intermediate: 4864, layers: 24, heads: 14, kv_heads: 2, head_dim: 64, vocab: 151_936 };
+    pub const HALF_BILLION: Self = Self {
+        hidden: 896,
+        intermediate: 4864,
+        layers: 24,
+        heads: 14,
+        kv_heads: 2,
+        head_dim: 64,
+        vocab: 151_936,
+        tied: true,
+        positions: 32_768,
+    };
 
-    /// Qwen2.5-7B, save that the embedding is the head.
-    pub const SEVEN_BILLION: Self =
-        Self { hidden: 3584, intermediate: 18_944, layers: 28, heads: 28, kv_heads: 4, head_dim: 128, vocab: 152_064 };
+    /// Qwen2.5-7B.
+    pub const SEVEN_BILLION: Self = Self {
+        hidden: 3584,
+        intermediate: 18_944,
+        layers: 28,
+        heads: 28,
+        kv_heads: 4,
+        head_dim: 128,
+        vocab: 152_064,
+        tied: false,
+        positions: 32_768,
+    };
 
     /// One that an emulated device can take, with a vocabulary for the benches' prompts.
-    pub const TINY: Self =
-        Self { hidden: 64, intermediate: 96, layers: 2, heads: 4, kv_heads: 2, head_dim: 16, vocab: 40_960 };
+    pub const TINY: Self = Self {
+        hidden: 64,
+        intermediate: 96,
+        layers: 2,
+        heads: 4,
+        kv_heads: 2,
+        head_dim: 16,
+        vocab: 40_960,
+        tied: false,
+        positions: 4096,
+    };
+
+    /// What formulas of bytes take.
+    pub const fn dimensions(&self) -> ModelDimensions {
+        ModelDimensions {
+            layers: self.layers as u64,
+            hidden: self.hidden as u64,
+            intermediate: self.intermediate as u64,
+            heads: self.heads as u64,
+            kv_heads: self.kv_heads as u64,
+            head_dim: self.head_dim as u64,
+            vocabulary: self.vocab as u64,
+            tied: self.tied,
+            attention_bias: true,
+            head_norm: false,
+        }
+    }
 
     /// The linear maps of a layer: name, outputs, inputs.
     pub fn linears(&self) -> [(&'static str, usize, usize); 7] {
@@ -138,12 +187,7 @@ fn constant(name: String, length: usize, value: f32) -> Tensor {
     Tensor { name, shape: vec![length], scale: 0.0, constant: Some(value) }
 }
 
-/// Writes a model folder, unless it is there already.
-pub fn model(folder: &Path, shape: &Shape) -> io::Result<()> {
-    if folder.join("config.json").exists() {
-        return Ok(());
-    }
-    fs::create_dir_all(folder).map_err(of(folder))?;
+fn model_tensors(shape: &Shape) -> Vec<Tensor> {
     let mut tensors = vec![tensor("model.embed_tokens.weight".to_owned(), &[shape.vocab, shape.hidden], 0.05)];
     for layer in 0..shape.layers {
         let name = |part: &str| format!("model.layers.{layer}.{part}");
@@ -159,15 +203,35 @@ pub fn model(folder: &Path, shape: &Shape) -> io::Result<()> {
         }
     }
     tensors.push(constant("model.norm.weight".to_owned(), shape.hidden, 1.0));
-    write(&folder.join("model.safetensors"), &tensors, 0x9E37_79B9_7F4A_7C15)?;
+    if !shape.tied {
+        tensors.push(tensor("lm_head.weight".to_owned(), &[shape.vocab, shape.hidden], 0.05));
+    }
+    tensors
+}
+
+/// Writes a model folder, unless it is there already.
+pub fn model(folder: &Path, shape: &Shape) -> io::Result<()> {
     let config = serde_json::json!({
         "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": shape.vocab,
         "hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim,
-        "hidden_act": "silu", "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0,
-        "tie_word_embeddings": true, "torch_dtype": "bfloat16", "eos_token_id": 0,
+        "hidden_act": "silu", "max_position_embeddings": shape.positions, "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0, "tie_word_embeddings": shape.tied, "torch_dtype": "bfloat16", "eos_token_id": 0,
     });
-    write_last(&folder.join("config.json"), &config)
+    let path = folder.join("config.json");
+    // One of another shape under this name is written over.
+    let there = fs::read(&path).ok().and_then(|text| serde_json::from_slice::<serde_json::Value>(&text).ok());
+    if there.as_ref() == Some(&config) {
+        return Ok(());
+    }
+    fs::create_dir_all(folder).map_err(of(folder))?;
+    // Until it is whole it has none.
+    match fs::remove_file(&path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(of(&path)(error)),
+        _ => {}
+    }
+    write(&folder.join("model.safetensors"), &model_tensors(shape), 0x9E37_79B9_7F4A_7C15)?;
+    write_last(&path, &config)
 }
 
 /// Writes a PEFT folder with factors on all linear maps, unless it is there already.
@@ -206,6 +270,36 @@ fn short(linear: &str) -> &str {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Of its configuration and its weights' index: 7,615,616,512 parameters in two bytes each.
+    #[test]
+    fn seven_billion_has_the_bytes_of_qwen_2_5() {
+        let bytes = |shape: &Shape| -> usize {
+            2 * model_tensors(shape).iter().map(|tensor| tensor.shape.iter().product::<usize>()).sum::<usize>()
+        };
+        assert_eq!(bytes(&Shape::SEVEN_BILLION), 15_231_233_024);
+        // The smaller one, whose embedding is the head, has 494,032,768.
+        assert_eq!(bytes(&Shape::HALF_BILLION), 2 * 494_032_768);
+        // A card keeps norms and biases in four bytes, in whole granules.
+        let held = Shape::SEVEN_BILLION.dimensions().card_weight_bytes();
+        assert!((15_231_233_024..15_233_000_000).contains(&held), "{held}");
+    }
+
+    #[test]
+    fn a_model_of_another_shape_is_written_over() {
+        let folder = std::env::temp_dir().join(format!("manylora-synthetic-model-{}", std::process::id()));
+        let (small, file) = (Shape { vocab: 64, ..Shape::TINY }, folder.join("model.safetensors"));
+        model(&folder, &small).unwrap();
+        let untied = fs::read(&file).unwrap();
+        model(&folder, &Shape { tied: true, ..small }).unwrap();
+        assert!(fs::read(&file).unwrap().len() + 2 * 64 * 64 < untied.len());
+        model(&folder, &small).unwrap();
+        assert!(fs::read(&file).unwrap() == untied);
+        fs::write(&file, b"other").unwrap();
+        model(&folder, &small).unwrap();
+        assert_eq!(fs::read(&file).unwrap(), b"other");
+        fs::remove_dir_all(&folder).unwrap();
+    }
 
     #[test]
     fn what_was_not_finished_is_written_anew() {

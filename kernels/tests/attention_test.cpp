@@ -8,6 +8,7 @@
 namespace {
 
 using check::Case;
+using check::Grid;
 using check::Random;
 
 constexpr int PARTITION = 256;
@@ -200,10 +201,12 @@ template <typename T> void test_shape(const Shape& shape, const std::vector<Sequ
     test.expect(same(problem.run(cut(sequences, 1000, false, 1), 3), results), "small and large chunks differ");
 }
 
-template <typename T> void test_all(bool deep) {
+template <typename T> void test_all(Grid grid) {
     // A decode row with a short and a long context, a whole prompt, a chunk in the middle of one.
     const std::vector<Sequence> mixed = {{9, 1}, {600, 1}, {0, 21}, {250, 13}};
     test_shape<T>({4, 2, 64, 16, 0}, mixed);
+    // The other format is the same code, but for how numbers are read and written.
+    if (grid == Grid::Small && !std::is_same_v<T, check::Bf16>) return;
     test_shape<T>({14, 2, 64, 16, 0}, {{300, 1}, {0, 9}});
     test_shape<T>({3, 3, 128, 16, 0}, {{513, 1}, {60, 10}});
     test_shape<T>({4, 1, 96, 8, 0}, {{270, 2}, {0, 5}});
@@ -217,7 +220,7 @@ template <typename T> void test_all(bool deep) {
     test_shape<T>({4, 2, 64, 16, 1}, {{300, 1}, {0, 5}});
     test_shape<T>({4, 2, 64, 16, 50}, {{600, 1}, {0, 70}, {250, 20}});
     test_shape<T>({2, 1, 128, 16, 300}, {{700, 1}, {500, 6}, {20, 3}});
-    if (!deep) return;
+    if (grid != Grid::Deep) return;
     for (int head_dim : {32, 64, 80, 96, 128, 256}) {
         for (int group : {1, 3, 7, 8}) {
             for (int window : {0, 130}) {
@@ -227,9 +230,9 @@ template <typename T> void test_all(bool deep) {
     }
 }
 
-const check::Family family("attention", [](bool deep) {
-    test_all<check::Bf16>(deep);
-    test_all<check::F16>(deep);
+const check::Family family("attention", [](Grid grid) {
+    test_all<check::Bf16>(grid);
+    test_all<check::F16>(grid);
 });
 
 } // namespace

@@ -94,9 +94,12 @@ class Case {
     int wrong = 0;
 };
 
-// Registers the tests of one family; `deep` asks for the longer grid.
+// How much is tried: `Small` is what the checkers can take in each run of the suite, `Deep` what a night can.
+enum class Grid { Small, Usual, Deep };
+
+// Registers the tests of one family.
 struct Family {
-    Family(const char* name, void (*run)(bool deep));
+    Family(const char* name, void (*run)(Grid grid));
 };
 
 } // namespace check

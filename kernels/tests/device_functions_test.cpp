@@ -160,7 +160,7 @@ void test_atomics() {
     for (uint32_t i = 0; i < 5; ++i) test.expect(got[3 + i] == (threads - i + 4) / 5, "counts");
 }
 
-void run(bool) {
+void run(check::Grid) {
     test_formats<Bf16>();
     test_formats<F16>();
     test_tiles<Bf16>();

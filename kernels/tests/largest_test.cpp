@@ -9,6 +9,7 @@
 namespace {
 
 using check::Case;
+using check::Grid;
 using check::Random;
 using device::Buffer;
 
@@ -121,7 +122,7 @@ void test_largest(int vocabulary, int stride, int k, int rows, int first_kind) {
     test.add_hash(results);
 }
 
-const check::Family family("largest", [](bool deep) {
+const check::Family family("largest", [](Grid grid) {
     for (int vocabulary : {1, 3, 63, 1000, 1027, 4096}) {
         for (int k : {1, 20, 256}) test_largest(vocabulary, vocabulary, k, KINDS, 0);
     }
@@ -131,7 +132,7 @@ const check::Family family("largest", [](bool deep) {
     test_largest(32001, 32001, 256, 3, 15);
     test_largest(32002, 32004, 100, 3, 15);
     test_largest(1000, 1000, 2, 0, 0);
-    if (!deep) return;
+    if (grid != Grid::Deep) return;
     for (int rows : {1, 2, 31, 64}) test_largest(2000, 2000, 20, rows, 5);
     for (int k : {1, 2, 3, 7, 16, 17, 31, 64, 100, 128, 200, 255}) test_largest(5003, 5004, k, KINDS, 0);
     for (int k : {1, 20, 256}) test_largest(151936, 151936, k, KINDS, 0);

@@ -1,4 +1,4 @@
-// Runs the kernel tests: `kernel-tests [--deep] [family...]`. LIBCUDA is the driver's library (default libcuda.so.1), KERNELS
+// Runs the kernel tests: `kernel-tests [--small | --deep] [family...]`. LIBCUDA is the driver's library (default libcuda.so.1), KERNELS
 // the folder of the fatbins (default: none, as the emulated device wants it). Each case prints its worst error as a
 // fraction of what is allowed and the hash of its outputs.
 #include <cstdio>
@@ -14,7 +14,7 @@ namespace {
 
 struct Entry {
     std::string name;
-    void (*run)(bool);
+    void (*run)(Grid);
 };
 
 std::vector<Entry>& families() {
@@ -27,7 +27,7 @@ int failed = 0;
 
 } // namespace
 
-Family::Family(const char* name, void (*run)(bool)) { families().push_back({name, run}); }
+Family::Family(const char* name, void (*run)(Grid)) { families().push_back({name, run}); }
 
 void Case::near(const std::string& what, size_t index, double got, double want, double bound) {
     const double quotient = std::abs(got - want) / bound;
@@ -55,13 +55,14 @@ Case::~Case() {
 }
 
 int run(int count, char** arguments) {
-    bool deep = false;
+    Grid grid = Grid::Usual;
     std::vector<std::string> wanted;
     for (int i = 1; i < count; ++i) {
-        if (std::string(arguments[i]) == "--deep") {
-            deep = true;
+        const std::string argument = arguments[i];
+        if (argument == "--deep" || argument == "--small") {
+            grid = argument == "--deep" ? Grid::Deep : Grid::Small;
         } else {
-            wanted.emplace_back(arguments[i]);
+            wanted.push_back(argument);
         }
     }
     const char* library = std::getenv("LIBCUDA");
@@ -73,7 +74,7 @@ int run(int count, char** arguments) {
         for (const std::string& name : wanted) run = run || name == family.name;
         if (!run) continue;
         any = true;
-        family.run(deep);
+        family.run(grid);
     }
     std::printf("%d passed, %d failed\n", passed, failed);
     return any && failed == 0 && passed > 0 ? 0 : 1;

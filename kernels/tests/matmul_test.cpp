@@ -6,6 +6,7 @@
 namespace {
 
 using check::Case;
+using check::Grid;
 using check::Random;
 using device::Buffer;
 
@@ -98,9 +99,9 @@ template <typename T> void test_matmul(Shape shape) {
     }
 }
 
-template <typename T> void test_type(bool deep) {
+template <typename T> void test_type(Grid grid) {
     for (const Shape& shape : {Shape{8, 8}, {1, 40}, {83, 72}, {16, 256}, {65, 520}}) test_matmul<T>(shape);
-    if (!deep) return;
+    if (grid != Grid::Deep) return;
     for (const Shape& shape : {Shape{576, 1536}, {131, 1096}, {300, 64}, {128, 2056}}) test_matmul<T>(shape);
 }
 
@@ -136,9 +137,9 @@ void test_many_rows() {
     test.add_hash(results[0]);
 }
 
-const check::Family family("matmul", [](bool deep) {
-    test_type<check::Bf16>(deep);
-    test_type<check::F16>(deep);
+const check::Family family("matmul", [](Grid grid) {
+    test_type<check::Bf16>(grid);
+    test_type<check::F16>(grid);
     test_many_rows();
 });
 

@@ -276,7 +276,7 @@ template <typename T> void test_type() {
     test_rope<T>({1, 1, 8, false, false});
 }
 
-const check::Family family("rows", [](bool) {
+const check::Family family("rows", [](check::Grid) {
     test_type<check::Bf16>();
     test_type<check::F16>();
     test_norm<F32>(72, false, false);

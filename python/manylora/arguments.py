@@ -203,6 +203,14 @@ MEMORY = (
         "cards multiply by their own kernels, so that results never depend on what shares a batch; CPUs always do",
         ours=True,
     ),
+    _honoured(
+        "fixed_gemm_algorithm",
+        False,
+        Kind.SWITCH,
+        "cuBLASLt keeps one algorithm for each shape of weight, whatever shares a batch: results are then the same as far as "
+        "its sums are, which only batch_invariant promises; small steps take longer",
+        ours=True,
+    ),
     _honoured("enable_prefix_caching", True, Kind.SWITCH, "keep KV blocks for requests with the same prefix"),
     _honoured("enable_chunked_prefill", True, Kind.SWITCH, "prompts may be split over steps"),
     _honoured(

@@ -24,7 +24,7 @@ logger = logging.getLogger("manylora")
 # Honoured arguments that the native engine takes under the same name and as they are.
 _NATIVE = (
     "skip_tokenizer_init", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
-    "kv_cache_memory_bytes", "gpu_memory_utilization", "enforce_eager", "batch_invariant",
+    "kv_cache_memory_bytes", "gpu_memory_utilization", "enforce_eager", "batch_invariant", "fixed_gemm_algorithm",
     "enable_prefix_caching", "enable_chunked_prefill", "scheduling_policy", "enable_lora",
     "max_lora_rank", "max_loras", "max_cpu_loras", "lora_eviction", "lora_memory_bytes", "strict_base", "max_logprobs",
     "logprobs_mode", "seed", "num_threads", "pin_threads", "loader_threads", "max_deferred_steps",

@@ -10,8 +10,17 @@ use manylora_benches::synthetic::{self, Shape};
 use serde_json::{Map, Value};
 
 /// SmolLM2-135M.
-pub(crate) const SHAPE: Shape =
-    Shape { hidden: 576, intermediate: 1536, layers: 30, heads: 9, kv_heads: 3, head_dim: 64, vocab: 49_152 };
+pub(crate) const SHAPE: Shape = Shape {
+    hidden: 576,
+    intermediate: 1536,
+    layers: 30,
+    heads: 9,
+    kv_heads: 3,
+    head_dim: 64,
+    vocab: 49_152,
+    tied: true,
+    positions: 8192,
+};
 
 pub(crate) struct Options {
     pub(crate) parts: Vec<String>,

@@ -93,6 +93,8 @@ pub struct BlockPool {
     free: Vec<u32>,
     /// Blocks whose bytes adapters have; the last comes back first.
     retired: Vec<u32>,
+    /// How many of them, from the first on, [`Self::take_retired`] has told.
+    told: usize,
     oldest: u32,
     newest: u32,
     cached: usize,
@@ -107,6 +109,7 @@ impl BlockPool {
             blocks: vec![block; blocks],
             free: (0..blocks as u32).rev().collect(),
             retired: Vec::with_capacity(blocks),
+            told: 0,
             oldest: NONE,
             newest: NONE,
             cached: 0,
@@ -132,6 +135,13 @@ impl BlockPool {
     /// Blocks whose bytes were given to adapters.
     pub fn retired(&self) -> impl ExactSizeIterator<Item = BlockId> + '_ {
         self.retired.iter().map(|&block| BlockId(block))
+    }
+
+    /// Blocks that were retired since the last call, and are: whoever keeps memory for blocks gives up theirs. Costs what they
+    /// are, however many others were retired before.
+    pub fn take_retired(&mut self) -> impl ExactSizeIterator<Item = BlockId> + '_ {
+        let first = std::mem::replace(&mut self.told, self.retired.len());
+        self.retired[first..].iter().map(|&block| BlockId(block))
     }
 
     /// How many requests hold a block.
@@ -239,6 +249,8 @@ impl BlockPool {
             self.blocks[index as usize].state = State::Free;
             self.free.push(index);
         }
+        // A block that is retired again has to be told again.
+        self.told = self.told.min(self.retired.len());
         true
     }
 
@@ -320,6 +332,9 @@ impl BlockPool {
         };
         self.free.iter().try_for_each(|&index| put(index, State::Free))?;
         self.retired.iter().try_for_each(|&index| put(index, State::Retired))?;
+        if self.told > self.retired.len() {
+            return Err(format!("`{}` retired blocks were told of `{}`", self.told, self.retired.len()));
+        }
         let (mut index, mut cached) = (self.oldest, 0);
         while index != NONE {
             put(index, State::Cached)?;
@@ -448,6 +463,23 @@ mod tests {
         pool.free(second);
         assert_eq!(pool.take(), Some(second));
         assert_eq!(pool.touch(&BASE), Some(first));
+    }
+
+    #[test]
+    fn each_retirement_is_told_once() {
+        let mut pool = BlockPool::new(6);
+        let told = |pool: &mut BlockPool| pool.take_retired().map(|block| block.0).collect::<Vec<u32>>();
+        assert!(pool.shrink(2));
+        assert_eq!(told(&mut pool), [0, 1]);
+        assert!(told(&mut pool).is_empty());
+        assert!(pool.shrink(2) && pool.grow(3));
+        // What came back and goes again is told again, though nobody asked in between; what stayed is not.
+        assert!(pool.shrink(4));
+        let again = told(&mut pool);
+        assert_eq!(again.len(), 4);
+        assert!(!again.contains(&0) && again.contains(&1));
+        assert!(told(&mut pool).is_empty());
+        pool.check(&[0; 6]).unwrap();
     }
 
     #[test]

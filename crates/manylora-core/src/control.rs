@@ -112,9 +112,14 @@ impl ControlPlane {
         self.memory.pool.reset()
     }
 
-    /// KV blocks whose bytes adapters have now: their memory may be given back.
+    /// KV blocks whose bytes adapters have now.
     pub fn retired_blocks(&self) -> impl ExactSizeIterator<Item = BlockId> + '_ {
         self.memory.pool.retired()
+    }
+
+    /// Those of them that this has not told of since they were retired: their memory may be given back.
+    pub fn take_retired_blocks(&mut self) -> impl ExactSizeIterator<Item = BlockId> + '_ {
+        self.memory.pool.take_retired()
     }
 
     /// A look at everything.

@@ -9,6 +9,8 @@ mod cases;
 #[path = "cuda_backend/sharing.rs"]
 mod sharing;
 mod stand_in;
+#[path = "cuda_backend/sweep.rs"]
+mod sweep;
 #[path = "cuda_backend/toy.rs"]
 mod toy;
 
@@ -43,6 +45,7 @@ const CASES: &[(&str, fn())] = &[
     ("a_move_that_fails_ends_the_step", cases::a_move_that_fails_ends_the_step),
     ("blocks_and_adapters_share_memory", sharing::blocks_and_adapters_share_memory),
     ("blocks_hold_nothing_of_adapters", sharing::blocks_hold_nothing_of_adapters),
+    ("small_holes_are_closed_piece_by_piece", sharing::small_holes_are_closed_piece_by_piece),
     ("blocks_that_cannot_be_moved_end_the_step", sharing::blocks_that_cannot_be_moved_end_the_step),
     ("caches_that_do_not_fit_are_refused", sharing::caches_that_do_not_fit_are_refused),
     ("what_does_not_fit_is_refused", cases::what_does_not_fit_is_refused),
@@ -77,12 +80,26 @@ fn main() -> ExitCode {
         Build::Plain,
         &[(BLAS_VARIABLE, ""), ("EMU_SCHEDULE", "deferred")],
     ));
+    // What is not given back because that was made to fail stays.
+    all.push(Case {
+        name: "every_call_of_moving_may_fail".to_owned(),
+        run: Box::new(sweep::every_call_of_moving_may_fail),
+        build: Some(Build::Plain),
+        environment: &[("EMU_QUIET", "1"), ("EMU_SCHEDULE", "background")],
+    });
+    all.push(case(
+        "adapters_that_stay_end_the_step".to_owned(),
+        sweep::adapters_that_stay_end_the_step,
+        Build::Plain,
+        &[],
+    ));
     let all = all.into_iter().filter(|case| deep() || !LONG.contains(&case.name.as_str()));
     stand_in::cases::run_on_cards(all.collect(), |name| match name {
         "failures_come_out::card"
         | "steps_run_without_memory_for_graphs::card"
         | "a_move_that_fails_ends_the_step::card"
-        | "blocks_that_cannot_be_moved_end_the_step::card" => Err("makes calls of the driver fail"),
+        | "blocks_that_cannot_be_moved_end_the_step::card"
+        | "every_call_of_moving_may_fail" => Err("makes calls of the driver fail"),
         "launches_do_not_grow_with_adapters::card" => Err("counts launches"),
         "rows_do_not_depend_on_their_neighbours::card" => {
             Err("compares bits, of which cuBLASLt promises none; it runs with own products")

@@ -125,6 +125,11 @@ pub struct EngineConfig {
     /// On a card: base products by our own kernels, whose sums have one order whatever the number of rows, so that results do
     /// not depend on what shares a step. Off, cuBLASLt is used where it is found, with its fastest algorithm for each shape.
     pub batch_invariant: bool,
+    /// On a card, where cuBLASLt computes base products: one algorithm for each shape of weight, that for the largest step, for
+    /// any number of rows, so that few rows take longer. An algorithm sums in one order, as far as is known; its maker promises
+    /// that for no pair of shapes, and `batch_invariant` is what promises it. Without effect with `batch_invariant`, and where
+    /// cuBLASLt is missing: our own kernels sum in one order anyway.
+    pub fixed_gemm_algorithm: bool,
     /// On a card: whether the layers of small steps are launched one by one instead of being recorded and replayed.
     pub enforce_eager: bool,
     /// Folders in which cuBLASLt may lie (those of Python packages); the system's own are always looked in.
@@ -194,6 +199,7 @@ impl EngineConfig {
             kv_cache_memory_bytes: None,
             gpu_memory_utilization: 0.92,
             batch_invariant: false,
+            fixed_gemm_algorithm: false,
             enforce_eager: false,
             cuda_library_folders: Vec::new(),
             enable_prefix_caching: true,

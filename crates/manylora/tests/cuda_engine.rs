@@ -52,6 +52,7 @@ const CASES: &[Row] = &[
     ("choosing::what_a_card_does_not_do", choosing::what_a_card_does_not_do, Some(Build::Plain), &[]),
     ("serving::greedy_agrees_with_the_processor", serving::greedy_agrees_with_the_processor, Some(Build::Plain), EAGER),
     ("serving::solo_equals_batched", serving::solo_equals_batched, Some(Build::Plain), DEFERRED),
+    ("serving::one_algorithm_for_each_weight", serving::one_algorithm_for_each_weight, Some(Build::Plain), DEFERRED),
     ("serving::held_bytes_are_those_told", serving::held_bytes_are_those_told, Some(Build::Plain), EAGER),
     ("serving::default_sizes", serving::default_sizes, Some(Build::Plain), EAGER),
     ("serving::a_29_slots_are_clean", serving::a_29_slots_are_clean, Some(Build::Plain), BACKGROUND),

@@ -3,6 +3,7 @@
 #pragma GCC optimize("O3")
 #include "gemm.h"
 
+#include <algorithm>
 #include <vector>
 
 #include "../vectors.h"
@@ -83,6 +84,7 @@ size_t number_bytes(Number number) { return number == Number::F32 ? 4 : 2; }
 
 void multiply(const Product& p) {
     const i64 padded = (p.depth + lanes - 1) / lanes * lanes;
+    const i64 part = (padded / lanes + p.parts - 1) / p.parts * lanes;
     const i64 columns = (p.columns + tile - 1) / tile * tile;
     std::vector<float> b(static_cast<size_t>(columns * padded), 0.0f);
     std::vector<float> a(static_cast<size_t>(padded));
@@ -93,8 +95,13 @@ void multiply(const Product& p) {
     for (i64 row = 0; row < p.rows; ++row) {
         widen(p.a, row * p.a.row_stride, p.a.column_stride, p.depth, padded, a.data());
         for (i64 column = 0; column < p.columns; column += tile) {
-            float sums[tile];
-            dots(a.data(), &b[static_cast<size_t>(column * padded)], padded, padded, sums);
+            float sums[tile] = {};
+            for (i64 first = 0; first < padded; first += part) {
+                float partial[tile];
+                const float* panel = &b[static_cast<size_t>(column * padded + first)];
+                dots(a.data() + first, panel, padded, std::min(part, padded - first), partial);
+                for (i64 j = 0; j < tile; ++j) sums[j] += partial[j];
+            }
             for (i64 j = 0; j < tile && column + j < p.columns; ++j) finish(p, row, column + j, sums[j]);
         }
     }

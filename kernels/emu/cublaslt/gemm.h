@@ -27,6 +27,7 @@ struct Product {
     i64 rows;    // of D
     i64 columns; // of D
     i64 depth;
+    i64 parts;   // of the summed axis, each summed for itself
     Matrix a; // [rows][depth], transposition already in the strides
     Matrix b; // [depth][columns]
     Matrix c; // [rows][columns], may be D
@@ -38,7 +39,7 @@ struct Product {
     Activation activation;
 };
 
-// D = activation(alpha A B + beta C + bias). f32 accumulation; the order of an element's sum depends on `depth` only.
+// D = activation(alpha A B + beta C + bias). f32 accumulation; the order of an element's sum depends on `depth` and `parts` only.
 void multiply(const Product& product);
 
 } // namespace emu

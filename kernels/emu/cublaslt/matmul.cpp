@@ -12,6 +12,8 @@ namespace {
 
 constexpr u64 algorithm_mark = 0x656d75616c676f00u;
 constexpr u64 wanted_workspace = 32 * 1024;
+// Their ids are 1, 2, 3: so many parts of the summed axis are summed for themselves.
+constexpr u64 algorithms = 3;
 
 struct Operands {
     const MatrixLayout* a;
@@ -149,15 +151,23 @@ void run(void* data) {
 
 void drop(void* data) { delete static_cast<Work*>(data); }
 
-BlasStatus give_algorithm(u64 workspace_limit, HeuristicResult& result) {
+// As the library does, it takes another algorithm, which sums in another order, for another number of columns of the result
+// (rows of x).
+u64 preferred(const Shape& shape) { return shape.columns == 1 ? 1 : shape.columns <= 16 ? 2 : algorithms; }
+
+BlasStatus give_algorithm(u64 id, u64 workspace_limit, HeuristicResult& result) {
     result = {};
     result.algorithm.data[0] = algorithm_mark;
-    result.algorithm.data[1] = 1;
+    result.algorithm.data[1] = id;
     result.algorithm.data[2] = workspace_limit < wanted_workspace ? workspace_limit : wanted_workspace;
     result.workspace_bytes = result.algorithm.data[2];
     result.state = blas_success;
     result.waves = 1.0f;
     return blas_success;
+}
+
+bool known(const MatmulAlgorithm& algorithm) {
+    return algorithm.data[0] == algorithm_mark && algorithm.data[1] >= 1 && algorithm.data[1] <= algorithms;
 }
 
 bool all_alive(const void* handle, const void* description, const Operands& o) {
@@ -182,7 +192,7 @@ EMU_API BlasStatus cublasLtMatmulAlgoGetHeuristic(void* handle, const MatmulDesc
         Shape shape{};
         if (const BlasStatus status = check_shape(*description, operands, shape); status != blas_success) return status;
         *found = 1;
-        return give_algorithm(preference->workspace_bytes, results[0]);
+        return give_algorithm(preferred(shape), preference->workspace_bytes, results[0]);
     });
 }
 
@@ -190,8 +200,8 @@ EMU_API BlasStatus cublasLtMatmulAlgoGetIds(void* handle, int, int, int, int, in
                                             int* found) {
     return entry(__func__, [&] {
         if (!is_alive(handle) || ids == nullptr || found == nullptr || wanted < 1) return blas_invalid_value;
-        ids[0] = 1;
-        *found = 1;
+        *found = 0;
+        for (u64 id = 1; id <= algorithms && *found < wanted; ++id) ids[(*found)++] = static_cast<int>(id);
         return blas_success;
     });
 }
@@ -199,9 +209,11 @@ EMU_API BlasStatus cublasLtMatmulAlgoGetIds(void* handle, int, int, int, int, in
 EMU_API BlasStatus cublasLtMatmulAlgoInit(void* handle, int, int, int, int, int, int, int id,
                                           MatmulAlgorithm* algorithm) {
     return entry(__func__, [&] {
-        if (!is_alive(handle) || algorithm == nullptr || id != 1) return blas_invalid_value;
+        if (!is_alive(handle) || algorithm == nullptr || id < 1 || id > static_cast<int>(algorithms)) {
+            return blas_invalid_value;
+        }
         HeuristicResult result;
-        give_algorithm(0, result);
+        give_algorithm(static_cast<u64>(id), 0, result);
         *algorithm = result.algorithm;
         return blas_success;
     });
@@ -214,10 +226,10 @@ EMU_API BlasStatus cublasLtMatmulAlgoCheck(void* handle, const MatmulDescription
         const Operands operands{a, b, c, d};
         if (!all_alive(handle, description, operands)) return blas_invalid_value;
         if (algorithm == nullptr || result == nullptr) return blas_invalid_value;
-        if (algorithm->data[0] != algorithm_mark) return blas_not_supported;
+        if (!known(*algorithm)) return blas_not_supported;
         Shape shape{};
         if (const BlasStatus status = check_shape(*description, operands, shape); status != blas_success) return status;
-        give_algorithm(algorithm->data[2], *result);
+        give_algorithm(algorithm->data[1], algorithm->data[2], *result);
         return blas_success;
     });
 }
@@ -233,7 +245,7 @@ EMU_API BlasStatus cublasLtMatmul(void* handle, const MatmulDescription* descrip
         Shape shape{};
         if (const BlasStatus status = check_shape(*description, operands, shape); status != blas_success) return status;
         if (description->pointer_mode != 0 && description->pointer_mode != 1) return blas_not_supported;
-        if (algorithm != nullptr && algorithm->data[0] != algorithm_mark) return blas_not_supported;
+        if (algorithm != nullptr && !known(*algorithm)) return blas_not_supported;
         if (algorithm != nullptr && algorithm->data[2] > workspace_bytes) return blas_invalid_value;
         if (workspace_bytes > 0 && !emu_device_holds(workspace, workspace_bytes)) return blas_invalid_value;
 
@@ -242,6 +254,7 @@ EMU_API BlasStatus cublasLtMatmul(void* handle, const MatmulDescription* descrip
         p.rows = shape.rows;
         p.columns = shape.columns;
         p.depth = shape.depth;
+        p.parts = static_cast<i64>(algorithm == nullptr ? preferred(shape) : algorithm->data[1]);
         p.a = place(*a, a_data, description->transpose_a != 0);
         p.b = place(*b, b_data, description->transpose_b != 0);
         p.c = place(*c, c_data, false);

@@ -164,6 +164,16 @@ impl Arena {
         self.shared.base.add(at)
     }
 
+    /// Where one of its parts starts.
+    pub(super) fn offset(&self, part: &DeviceSlice<u8>) -> usize {
+        (part.pointer().address() - self.shared.base.address()) as usize
+    }
+
+    /// What is in no part: where it starts and how long it is, in order.
+    pub(super) fn holes(&self) -> Vec<(usize, usize)> {
+        self.shared.state().list.holes().collect()
+    }
+
     /// An error unless the range lies in its memory, behind its end.
     fn behind(&self, range: &Range<usize>) -> Result<(), CudaError> {
         let end = self.shared.state().list.capacity();

@@ -135,18 +135,42 @@ impl Matmul {
             AlgorithmChoice::Fastest => plan.fastest(&self.handle, self.workspace.len())?,
             AlgorithmChoice::OnePerWeight { rows } => {
                 // Strides and whether it adds leave the sums as they are.
-                let weight =
-                    MatmulShape { rows, ..MatmulShape::dense(rows, shape.output, shape.input, shape.operands) };
-                let algorithm = match self.fixed.get(&weight) {
-                    Some(known) => *known,
-                    None => Plan::new(weight)?.fastest(&self.handle, self.workspace.len())?,
-                };
+                let algorithm = self.fixed(MatmulShape::dense(rows, shape.output, shape.input, shape.operands))?;
                 plan.check(&self.handle, &algorithm, self.workspace.len())?;
-                self.fixed.insert(weight, algorithm);
                 algorithm
             }
         };
         self.plans.insert(shape, plan);
+        Ok(())
+    }
+
+    /// The algorithm of a weight, chosen for the rows of `weight`.
+    fn fixed(&mut self, weight: MatmulShape) -> Result<sys::cublasLtMatmulAlgo_t, CudaError> {
+        if let Some(known) = self.fixed.get(&weight) {
+            return Ok(*known);
+        }
+        let algorithm = Plan::new(weight)?.fastest(&self.handle, self.workspace.len())?;
+        self.fixed.insert(weight, algorithm);
+        Ok(algorithm)
+    }
+
+    /// Makes sure, where one algorithm is to serve a weight, that it serves all numbers of rows that `round` rounds up to: so
+    /// that what the library refuses is known at the start.
+    pub(super) fn check_weight(
+        &mut self,
+        (output, input): (usize, usize),
+        operands: OperandType,
+        round: impl Fn(usize) -> usize,
+    ) -> Result<(), CudaError> {
+        let AlgorithmChoice::OnePerWeight { rows: most } = self.choice else { return Ok(()) };
+        self.handle.context.bind()?;
+        let algorithm = self.fixed(MatmulShape::dense(most, output, input, operands))?;
+        let mut rows = 0;
+        while rows < most {
+            rows = round(rows + 1).min(most);
+            let shape = MatmulShape::dense(rows, output, input, operands);
+            Plan::new(shape)?.check(&self.handle, &algorithm, self.workspace.len())?;
+        }
         Ok(())
     }
 
@@ -355,7 +379,7 @@ impl Plan {
         let refused = |reason: String| CudaError::NoAlgorithm {
             product: self.shape.describe(),
             reason,
-            remedy: "let cuBLASLt choose one for each number of rows",
+            remedy: "let cuBLASLt choose one for each number of rows, or let our own kernels compute",
         };
         match answer.result().of("cublasLtMatmulAlgoCheck") {
             Err(CudaError::Blas { name, code: 7 | 15, .. }) => return Err(refused(name)),

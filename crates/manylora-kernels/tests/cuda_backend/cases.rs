@@ -492,6 +492,12 @@ pub(crate) fn failures_come_out() {
     assert!(error.contains("cuLaunchKernel"), "{error}");
     backend.end_step().unwrap();
     device.forget_failures();
+    // An algorithm that does not do for all numbers of rows is refused with the weight, before any step.
+    device.fail("cublasLtMatmulAlgoCheck", 3, 15);
+    let wide = Matrix { columns: 2 * crate::toy::HIDDEN, values: vec![0.5; 16 * crate::toy::HIDDEN] };
+    let error = backend.pack_weight("w", &wide, StorageType::Bf16).unwrap_err().to_string();
+    assert!(error.contains("[4 x 208] x [208 x 8]") && error.contains("for each number of rows"), "{error}");
+    device.forget_failures();
     // A recording that fails leaves nothing behind.
     device.fail("cuGraphInstantiateWithFlags", 1, 999);
     let failed = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| toy.step(&step)));

@@ -2,11 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use manylora_kernels::cuda::{CudaAdapter, CudaBackend, CudaOptions, kv_cache_bytes};
-use manylora_kernels::{Backend, KvShape, Module, Site, SiteShape, StorageType};
+use manylora_kernels::{Backend, KvShape, Module, PackedAdapter, Site, SiteShape, StorageType};
 
 use crate::cases::{bits, options};
 use crate::stand_in::StandIn;
@@ -82,8 +83,7 @@ impl World {
     }
 
     fn adapter_bytes(&self) -> usize {
-        let fillers: usize =
-            self.fillers.iter().map(|adapter| manylora_kernels::PackedAdapter::bytes(&**adapter)).sum();
+        let fillers: usize = self.fillers.iter().map(|adapter| PackedAdapter::bytes(&**adapter)).sum();
         fillers + self.residents.values().sum::<usize>()
     }
 
@@ -286,6 +286,73 @@ pub(crate) fn blocks_hold_nothing_of_adapters() {
         }
         assert_eq!(read(last), Some(kept.clone()), "round {round}");
     }
+}
+
+/// Copies on the card, and waits for it, so far.
+fn moves() -> (u64, u64) {
+    StandIn::counting()
+        .map_or((0, 0), |device| (device.calls("cuMemcpyDtoDAsync_v2"), device.calls("cuStreamSynchronize")))
+}
+
+/// Many small adapters with a hole after each: only as many are moved as a new one needs, 16 at a time, so that
+/// whoever needs the step's state meanwhile can have it between.
+pub(crate) fn small_holes_are_closed_piece_by_piece() {
+    const ADAPTERS: usize = 240;
+    const PIECE: usize = 16;
+    let options = options(DTYPE, false);
+    let sites = filler_sites(1);
+    let small = CudaBackend::open(CudaOptions { shared_bytes: 1 << 20, ..options.clone() }).unwrap();
+    let small = small.adapter_bytes(&sites, DTYPE);
+    let backend = CudaBackend::open(CudaOptions { shared_bytes: ADAPTERS * small, ..options }).unwrap();
+    let mut fillers: Vec<Option<CudaAdapter>> = (0..ADAPTERS).map(|_| Some(filler(&backend, 1))).collect();
+    let usage = backend.adapter_usage();
+    assert_eq!((usage.free, usage.largest), (0, 0));
+    for index in (1..ADAPTERS).step_by(2) {
+        fillers[index] = None;
+    }
+    let usage = backend.adapter_usage();
+    assert_eq!((usage.free, usage.largest), (ADAPTERS / 2 * small, small));
+    // So many holes make one that is large enough for it.
+    let rank = |holes: usize| {
+        (1..).take_while(|&rank| backend.adapter_bytes(&filler_sites(rank), DTYPE) <= holes * small).last()
+    };
+    let before = moves();
+    let some = filler(&backend, rank(40).unwrap());
+    let after = moves();
+    let holes = PackedAdapter::bytes(&some).div_ceil(small);
+    assert!((36..=40).contains(&holes), "{holes}");
+    let counted = StandIn::counting().is_some();
+    if counted {
+        // Each through the room between, since the way is short. The first hole is no blob's to close.
+        assert_eq!((after.0 - before.0) as usize, 2 * (holes - 1));
+        // The last wait is for the upload's slot, if for anything.
+        assert!((after.1 - before.1) as usize >= holes.div_ceil(PIECE), "{before:?} {after:?}");
+    }
+    // All that is left, while a step asks for its state again and again.
+    let left = ADAPTERS / 2 - holes;
+    let rank = rank(left).unwrap();
+    let (done, mut asked) = (AtomicBool::new(false), 0);
+    let before = moves();
+    let last = std::thread::scope(|scope| {
+        let placing = scope.spawn(|| {
+            let placed = filler(&backend, rank);
+            done.store(true, Ordering::Relaxed);
+            placed
+        });
+        while !done.load(Ordering::Relaxed) {
+            backend.end_step().unwrap();
+            asked += 1;
+        }
+        placing.join().unwrap()
+    });
+    let after = moves();
+    let (copies, waits) = ((after.0 - before.0) as usize, (after.1 - before.1) as usize);
+    println!("{copies} copies in {waits} pieces, asked for {asked} times meanwhile");
+    if counted {
+        assert!(copies >= 2 * (left - 4) && waits >= copies / 2 / PIECE, "{copies} {waits}");
+    }
+    drop((some, last, fillers));
+    assert_eq!(backend.adapter_usage().largest, ADAPTERS * small);
 }
 
 /// Blocks are moved together, and that fails: nobody knows where their content lies, so no step begins any more.

@@ -243,8 +243,15 @@ impl Card {
         sizes: &Sizes,
         memory: &CardMemory,
     ) -> Result<Arc<CudaBackend>, EngineError> {
-        let room = Self::room(config, &sizes::decoder_limits(config, sizes));
+        let limits = sizes::decoder_limits(config, sizes);
+        let room = Self::room(config, &limits);
+        let algorithms = if config.fixed_gemm_algorithm {
+            AlgorithmChoice::OnePerWeight { rows: limits.max_rows }
+        } else {
+            AlgorithmChoice::Fastest
+        };
         let options = CudaOptions {
+            algorithms,
             memory_bytes: memory.reserved_bytes() as usize,
             shared_bytes: memory.shared_bytes as usize,
             ..self.options

@@ -3,12 +3,12 @@
 //! A steady decode step (plan, forward, greedy sampling, commit) allocates nothing and takes no lock; deltas are
 //! delivered after it.
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
 use manylora_core::{
-    AdapterUsers, BlockId, ControlPlane, Effect, Event, RequestId, SequenceOutcome, StepOutcome, StepPlan, Time,
+    AdapterUsers, ControlPlane, Effect, Event, RequestId, SequenceOutcome, StepOutcome, StepPlan, Time,
 };
 use manylora_kernels::LargestValues;
 use manylora_model::{ModelError, Runner};
@@ -43,8 +43,6 @@ pub(crate) struct Worker {
     commands: Receiver<Command>,
     clock: Instant,
     running: HashMap<RequestId, RunningSequence>,
-    /// KV blocks whose memory was given back because adapters took their bytes.
-    released: HashSet<BlockId>,
     /// Steps, and bytes of adapters that they have read.
     steps: u64,
     streamed_bytes: u64,
@@ -81,7 +79,6 @@ impl Worker {
             commands,
             clock: Instant::now(),
             running: HashMap::new(),
-            released: HashSet::new(),
             steps: 0,
             streamed_bytes: 0,
             plan: StepPlan::default(),
@@ -179,7 +176,6 @@ impl Worker {
                     self.meters.load_seconds.observe(read.seconds);
                 }
                 self.with_library(|library, core| library.read(registration, result, core));
-                self.forget_returned_blocks();
             }
             Command::Identified { identify, result } => {
                 self.with_library(|library, core| library.identified(identify, result, core));
@@ -267,7 +263,6 @@ impl Worker {
             }
             Effect::Evict { slot, digest } => {
                 self.library.evict(slot, digest, self.runner.as_mut());
-                self.forget_returned_blocks();
             }
             Effect::LeaseBound(_) => {}
             Effect::RequestFailed { request, reason } => {
@@ -289,18 +284,10 @@ impl Worker {
         }
     }
 
-    /// Blocks that were given back to the pool are no longer among those whose memory was released.
-    fn forget_returned_blocks(&mut self) {
-        let retired: HashSet<BlockId> = self.core.retired_blocks().collect();
-        self.released.retain(|block| retired.contains(block));
-    }
-
     /// Gives back the memory of KV blocks whose bytes adapters have taken (promise P8).
     fn release_retired_blocks(&mut self) {
-        let fresh: Vec<u32> =
-            self.core.retired_blocks().filter(|block| !self.released.contains(block)).map(|block| block.0).collect();
-        self.runner.release_blocks(&fresh);
-        self.released.extend(fresh.into_iter().map(BlockId));
+        let retired: Vec<u32> = self.core.take_retired_blocks().map(|block| block.0).collect();
+        self.runner.release_blocks(&retired);
     }
 
     /// Plans and runs one step; false if nothing can run now.

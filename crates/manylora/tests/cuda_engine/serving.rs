@@ -129,6 +129,45 @@ pub(crate) fn solo_equals_batched() {
     }
 }
 
+/// `fixed_gemm_algorithm`: cuBLASLt is asked once for each shape of weight, and what it computes does not depend on how many
+/// rows there are. The emulated one sums in another order for other numbers of rows, as the real one does.
+pub(crate) fn one_algorithm_for_each_weight() {
+    const LOOK_UP: &str = "cublasLtMatmulAlgoGetHeuristic";
+    let oracle = Oracle::open("llama");
+    let rows = || {
+        (0..20u32).map(|row| {
+            let prompt: Vec<u32> = (0..2 + 4 * (row % 5)).map(|index| 3 + (index * 5 + row * 11) % 250).collect();
+            request(&prompt, ADAPTERS[row as usize % ADAPTERS.len()], greedy(4))
+        })
+    };
+    let device = StandIn::counting();
+    let run = |fixed: bool| {
+        if let Some(device) = device {
+            device.reset_counts();
+        }
+        let engine = with_adapters(&oracle, |config| {
+            config.fixed_gemm_algorithm = fixed;
+            config.enable_prefix_caching = false;
+        });
+        let at_start = device.map_or(0, |device| device.calls(LOOK_UP));
+        let alone: Vec<Answer> = rows().map(|request| answers(&engine, vec![request]).remove(0)).collect();
+        let together = answers(&engine, rows().collect());
+        (alone == together, at_start, device.map_or(0, |device| device.calls(LOOK_UP)))
+    };
+    let (same, at_start, lookups) = run(true);
+    println!("rows have the same bits alone and together, with one algorithm for each weight: {same}");
+    let (fastest_same, _, fastest) = run(false);
+    println!("with the fastest for each shape: {fastest_same}");
+    if device.is_none() {
+        // What a card's library does is told, since its maker promises nothing.
+        return;
+    }
+    assert!(same && !fastest_same);
+    // q/k/v, o, gate/up, down, and the head, whose shape is the embedding's: none is looked up once requests run.
+    assert_eq!((at_start, lookups), (5, 5));
+    assert!(fastest > 3 * 5, "{fastest}");
+}
+
 /// Promise P8: what is told at the start is what the card holds, and formulas are those of what is allocated.
 pub(crate) fn held_bytes_are_those_told() {
     for (base, rows, lora, own_products) in [

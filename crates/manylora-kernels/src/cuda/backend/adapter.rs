@@ -146,21 +146,14 @@ impl CudaAdapter {
             return Err(KernelError::Source(format!("site `{}` got no factors", sites[index].site.0)));
         }
         // Not before all was read, which may take long: until it is uploaded nobody can move it.
-        let mut memory = backend.place_adapter(adapter_bytes(sites, all))?;
+        let mut placing = backend.place_adapter(adapter_bytes(sites, all))?;
+        let memory = placing.memory();
         write_table(&mut blob, sites, &places, all, memory.pointer());
-        let upload = backend.uploader.upload(&mut memory, 0, &blob);
-        let upload = match upload {
-            Ok(upload) => upload,
-            Err(error) => {
-                drop(memory);
-                backend.adapters.announce();
-                return Err(error.into());
-            }
-        };
+        let upload = backend.uploader.upload(memory, 0, &blob)?;
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
         let factors = sites.iter().zip(&places).map(|(shape, (a, b, _))| (shape.site.0, *a, *b)).collect();
         Ok(Self {
-            blob: backend.adapters.settle(memory, upload, id, (factors, all)),
+            blob: placing.settle(&backend.adapters, upload, id, (factors, all)),
             touched: sites.iter().fold(0, |all, shape| all | touched(shape.site)),
             largest_rank: sites.iter().map(|shape| shape.rank as usize).max().unwrap_or(0),
         })

@@ -7,6 +7,7 @@ use half::{bf16, f16};
 use super::super::arena::{Arena, DeviceSlice, Holding};
 use super::super::error::CudaError;
 use super::super::free_list::granules;
+use super::super::matmul::OperandType;
 use super::super::memory::DevicePointer;
 use super::super::staging::{Readback, Uploader};
 use super::super::stream::Stream;
@@ -17,6 +18,14 @@ use crate::error::KernelError;
 const COLUMNS: usize = 8;
 /// Values that are converted and sent at a time.
 const CHUNK: usize = 1 << 20;
+
+/// A format of weights and inputs, as products name it.
+pub(super) const fn operands(dtype: StorageType) -> OperandType {
+    match dtype {
+        StorageType::F16 => OperandType::F16,
+        StorageType::Bf16 | StorageType::F32 => OperandType::Bf16,
+    }
+}
 
 /// Stride in elements of buffers of these widths side by side, and the first column of each.
 fn columns(widths: &[usize]) -> (usize, Vec<usize>) {

@@ -4,14 +4,14 @@
 use super::super::arguments::{BiasAdd, HeaderField, LoraEmbed, LoraExpand, LoraShrink};
 use super::super::error::CudaError;
 use super::super::launch::Grid;
-use super::super::matmul::{MatmulShape, OperandType};
+use super::super::matmul::MatmulShape;
 use super::super::memory::DevicePointer;
 use super::CudaBackend;
 use super::adapter::touched;
-use super::buffer::{CudaBuffer, CudaWeight, optional};
+use super::buffer::{self, CudaBuffer, CudaWeight, optional};
 use super::product::Operands;
 use super::step::{PARTS, StepState, bucket, tile_grid};
-use crate::backend::{LinearOutput, LinearPart, RowSet, StorageType};
+use crate::backend::{LinearOutput, LinearPart, RowSet};
 use crate::site::Site;
 
 /// Threads of a block of all kernels here.
@@ -94,7 +94,7 @@ fn product(
         input: first.weight.inputs,
         x_stride: input.stride,
         out_stride: out.stride,
-        operands: if backend.dtype == StorageType::F16 { OperandType::F16 } else { OperandType::Bf16 },
+        operands: buffer::operands(backend.dtype),
         add: first.mode == LinearOutput::Add,
     };
     let block = state.rows(input.set);

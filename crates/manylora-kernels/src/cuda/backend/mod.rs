@@ -21,10 +21,11 @@ mod product;
 mod region;
 mod room;
 mod step;
+mod together;
 
 use std::collections::HashSet;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 pub use adapter::CudaAdapter;
 pub use buffer::{CudaBuffer, CudaVector, CudaWeight};
@@ -35,7 +36,7 @@ pub use room::{
     vector_bytes,
 };
 
-use super::arena::{Arena, ArenaUsage, DeviceSlice, Holding};
+use super::arena::{Arena, ArenaUsage, Holding};
 use super::device::Device;
 use super::error::CudaError;
 use super::graph::GraphCache;
@@ -54,7 +55,7 @@ use attention::RopeInputs;
 use kernels::KernelSet;
 use kv::Positions;
 use product::Products;
-use region::{AdapterRegion, Gather};
+use region::{AdapterRegion, Gather, Placing};
 use step::StepState;
 
 /// Chunks of page-locked memory for uploads, and bytes of each.
@@ -241,11 +242,11 @@ impl CudaBackend {
     }
 
     /// Places an adapter, moving others together if need be.
-    fn place_adapter(&self, bytes: usize) -> Result<DeviceSlice<u8>, CudaError> {
+    fn place_adapter(&self, bytes: usize) -> Result<Placing, CudaError> {
         self.adapters.place(bytes, &|gather| self.gather(gather))
     }
 
-    fn gather(&self, gather: &mut Gather<'_>) -> Result<(), CudaError> {
+    fn gather(&self, gather: &Gather<'_>) -> Result<(), CudaError> {
         let mut state = self.state();
         let gathered = gather.run(self.device.compute(), &self.uploader, &mut state.table);
         if let Err(error) = &gathered {
@@ -290,7 +291,14 @@ impl CudaBackend {
 
     fn state(&self) -> MutexGuard<'_, StepState> {
         // After a panic in an operation the step's own state is as good as any: the next step writes it anew.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        match self.state.try_lock() {
+            Ok(state) => state,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => {
+                let _waiting = self.adapters.queue.wait();
+                self.state.lock().unwrap_or_else(PoisonError::into_inner)
+            }
+        }
     }
 
     fn recorded(&self) -> MutexGuard<'_, Recorded> {
@@ -407,7 +415,15 @@ impl Backend for CudaBackend {
         dtype: StorageType,
     ) -> Result<Vec<CudaWeight>, KernelError> {
         self.check_dtype(dtype)?;
-        CudaWeight::pack(&self.arena, &self.uploader, parts, dtype)
+        let packed = CudaWeight::pack(&self.arena, &self.uploader, parts, dtype)?;
+        if let Some(weight) = parts.first().and_then(|(_, first)| {
+            // Weights of one input are multiplied as one.
+            let same = parts.iter().all(|(_, part)| part.columns() == first.columns());
+            same.then(|| (parts.iter().map(|(_, part)| part.rows()).sum(), first.columns()))
+        }) {
+            self.state().products.check_weight(weight, buffer::operands(dtype))?;
+        }
+        Ok(packed)
     }
 
     fn vector(&self, values: &[f32]) -> Result<CudaVector, KernelError> {

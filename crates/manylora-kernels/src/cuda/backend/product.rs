@@ -11,10 +11,11 @@ use super::super::arguments::MatmulRows;
 use super::super::error::CudaError;
 use super::super::launch::{Grid, Kernel};
 use super::super::library::{BLAS_VARIABLE, BlasLibrary};
-use super::super::matmul::{AlgorithmChoice, Matmul, MatmulShape};
+use super::super::matmul::{AlgorithmChoice, Matmul, MatmulShape, OperandType};
 use super::super::memory::DevicePointer;
 use super::super::module::Kernels;
 use super::super::stream::Stream;
+use super::step::bucket;
 
 /// Who computes products with the base's weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -112,6 +113,14 @@ impl Products {
             }
             Self::Own { why: Some(why), .. } => format!("products by own kernels: {why}"),
             Self::Own { why: None, .. } => "products by own kernels".to_owned(),
+        }
+    }
+
+    /// Makes sure of what is to compute products with a weight `[output, input]`.
+    pub(super) fn check_weight(&mut self, weight: (usize, usize), operands: OperandType) -> Result<(), CudaError> {
+        match self {
+            Self::Library(matmul) => matmul.check_weight(weight, operands, bucket),
+            Self::Own { .. } => Ok(()),
         }
     }
 
