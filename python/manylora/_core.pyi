@@ -22,14 +22,13 @@ def check_sampling_params(params: Any) -> tuple[float, list[str]]: ...
 def serve(
     engine: Engine,
     port: Port,
-    settings: dict[str, Any],
-    ready: Callable[[str, int, list[str]], object],
+    ready: Callable[[str, str, int, list[str]], object],
     reload: Callable[..., str] | None,
 ) -> None: ...
 
 @final
 class Port:
-    def __new__(cls, host: str, port: int) -> Port: ...
+    def __new__(cls, settings: dict[str, Any]) -> Port: ...
 
 @final
 class Engine:

@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use manylora::EngineError;
-use manylora_server::{ApiKey, Control, Server, ServerConfig, ServerError, bind};
+use manylora_server::{ApiKey, Control, CorsConfig, Server, ServerConfig, ServerError, TlsConfig, bind};
 use pyo3::prelude::*;
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -16,16 +16,21 @@ use crate::errors::to_python;
 /// Threads of the HTTP side: what it does is small beside what the engine does.
 const THREADS: usize = 2;
 
-/// A port that is bound, on which nobody answers yet.
+/// A port that is bound, on which nobody answers yet, and what those who answer there will do.
 #[pyclass(frozen, module = "manylora._core")]
-pub(crate) struct Port(Mutex<Option<TcpListener>>);
+pub(crate) struct Port(Mutex<Option<(TcpListener, ServerConfig)>>);
 
 #[pymethods]
 impl Port {
+    /// Checks settings and binds their port.
     #[new]
-    fn new(py: Python<'_>, host: &str, port: u16) -> PyResult<Self> {
-        let bound = py.detach(|| bind(host, port));
-        bound.map(|listener| Self(Mutex::new(Some(listener)))).map_err(|error| failed(py, &error))
+    fn new(py: Python<'_>, settings: Settings) -> PyResult<Self> {
+        let prepared = py.detach(|| {
+            let config = settings.into_config()?;
+            config.check()?;
+            Ok((bind(&config.host, config.port)?, config))
+        });
+        prepared.map(|prepared| Self(Mutex::new(Some(prepared)))).map_err(|error| failed(py, &error))
     }
 }
 
@@ -35,6 +40,17 @@ impl Port {
 pub(crate) struct Settings {
     host: String,
     port: u16,
+    ssl_certfile: Option<PathBuf>,
+    ssl_keyfile: Option<PathBuf>,
+    ssl_ca_certs: Option<PathBuf>,
+    ssl_cert_reqs: u64,
+    enable_ssl_refresh: bool,
+    allowed_origins: Vec<String>,
+    allowed_methods: Option<Vec<String>>,
+    allowed_headers: Option<Vec<String>>,
+    allow_credentials: bool,
+    root_path: String,
+    describe_routes: bool,
     served_model_names: Vec<String>,
     model_root: String,
     api_keys: Vec<String>,
@@ -60,6 +76,22 @@ impl Settings {
             keys,
             host: settings.host,
             port: settings.port,
+            tls: TlsConfig {
+                certfile: settings.ssl_certfile,
+                keyfile: settings.ssl_keyfile,
+                ca_certs: settings.ssl_ca_certs,
+                // What is far too large is wrong as 255 is.
+                cert_reqs: u8::try_from(settings.ssl_cert_reqs).unwrap_or(u8::MAX),
+                refresh: settings.enable_ssl_refresh,
+            },
+            cors: CorsConfig {
+                origins: settings.allowed_origins,
+                methods: settings.allowed_methods,
+                headers: settings.allowed_headers,
+                credentials: settings.allow_credentials,
+            },
+            root_path: settings.root_path,
+            describe_routes: settings.describe_routes,
             served_model_names: settings.served_model_names,
             model_root: settings.model_root,
             api_keys: settings.api_keys,
@@ -98,7 +130,7 @@ fn reload_keys(control: &Control, reload: &Py<PyAny>) {
 }
 
 /// Serves an engine on a port until SIGINT or SIGTERM comes; what runs then is finished, unless a second one comes. Once it listens,
-/// `ready(host, port, notes)` is called. SIGHUP calls `reload()`, which returns the keys of the keys file as JSON; where that or they
+/// `ready(scheme, host, port, notes)` is called. SIGHUP calls `reload()`, which returns the keys of the keys file as JSON; where that or they
 /// are wrong, `reload(error)` is called and the keys stay.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "what Python hands over is owned")]
@@ -106,12 +138,11 @@ pub(crate) fn serve(
     py: Python<'_>,
     engine: &Engine,
     port: &Port,
-    settings: Settings,
     ready: Py<PyAny>,
     reload: Option<Py<PyAny>>,
 ) -> PyResult<()> {
-    let listener = port.0.lock().unwrap_or_else(PoisonError::into_inner).take();
-    let Some(listener) = listener else {
+    let prepared = port.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+    let Some((listener, config)) = prepared else {
         let message = "this port was served on already; bind another one".to_owned();
         return Err(to_python(py, &EngineError::InvalidArgument(message)));
     };
@@ -125,12 +156,12 @@ pub(crate) fn serve(
         runtime.block_on(async {
             let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
             let mut hangup = signal(SignalKind::hangup())?;
-            let server = match settings.into_config().and_then(|config| Server::on(listener, handle, config)) {
+            let server = match Server::on(listener, handle, config) {
                 Ok(server) => server,
                 Err(error) => return Ok(Err(error)),
             };
             let (address, notes) = (server.address(), server.notes());
-            Python::attach(|py| ready.call1(py, (address.ip().to_string(), address.port(), notes)))?;
+            Python::attach(|py| ready.call1(py, (server.scheme(), address.ip().to_string(), address.port(), notes)))?;
             let control = server.control();
             let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
             let mut running = std::pin::pin!(server.run(async {

@@ -14,6 +14,7 @@ use crate::keys::{ApiKey, Caller, Running};
 use crate::metrics::Metrics;
 use crate::resolver::Resolver;
 use crate::roots::LoraRoot;
+use crate::routes::Routing;
 
 /// State of a server.
 pub(crate) struct App {
@@ -26,6 +27,7 @@ pub(crate) struct App {
     /// Finds adapters at first use.
     pub(crate) resolver: Option<Resolver>,
     pub(crate) metrics: Metrics,
+    pub(crate) routing: Routing,
     /// Unix time.
     pub(crate) started: u64,
     /// Sequences that wait or run.
@@ -60,9 +62,11 @@ impl App {
         }
         let (keys, lora_root) = (Keys::new(&config)?, LoraRoot::new(&config)?);
         let resolver = config.lora_resolve_root.as_deref().map(Resolver::new).transpose()?;
+        let routing = Routing::new(&config)?;
         let metrics = Metrics::new(&engine, names.first().map_or("", String::as_str), config.max_adapter_series);
         let app = Arc::new(Self {
             metrics,
+            routing,
             resolver,
             engine,
             config,

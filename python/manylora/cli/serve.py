@@ -188,6 +188,11 @@ def plan(arguments: argparse.Namespace) -> Plan:
         "lora_resolve_root": resolve_root,
         "use_generation_config": given["generation_config"] == "auto",
         "max_pending": given["max_pending"] or None,
+        "root_path": given["root_path"] or "",
+        "describe_routes": not given["disable_fastapi_docs"],
+        "allowed_origins": _listed("allowed_origins", given["allowed_origins"]) or [],
+        "allowed_methods": _listed("allowed_methods", given["allowed_methods"]),
+        "allowed_headers": _listed("allowed_headers", given["allowed_headers"]),
     }
     server |= {name: given[name] for name in _AS_GIVEN}
     return Plan(model, modules, engine, server, given["keys_file"])
@@ -196,21 +201,38 @@ def plan(arguments: argparse.Namespace) -> Plan:
 # Flags that the server takes under the same name and as they are.
 _AS_GIVEN = (
     "host", "port", "admin_api_key", "lora_root", "trust_request_chat_template", "max_adapter_series", "max_body_bytes",
-    "shutdown_timeout",
+    "shutdown_timeout", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs", "enable_ssl_refresh",
+    "allow_credentials",
 )  # fmt: skip
+
+
+def _listed(name: str, values: list[str] | None) -> list[str] | None:
+    """Return values that may be given as a JSON list, as vLLM takes them, or as several."""
+    if values is None:
+        return None
+    listed: list[str] = []
+    for value in values:
+        try:
+            items = json.loads(value) if value.startswith("[") else [value]
+        except ValueError as error:
+            raise ValidationError(f"{name} `{value}` is not a JSON list: {error}") from None
+        if not all(isinstance(item, str) for item in items):
+            raise ValidationError(f"{name} `{value}` must be a JSON list of strings")
+        listed += items
+    return listed
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until the process is told to stop."""
     asked = plan(arguments)
-    # Before the model is loaded, which takes longer than finding out that the port is taken.
-    port = _core.Port(asked.server["host"], asked.server["port"])
+    # Before the model is loaded, which takes longer than finding out that the port is taken or a certificate is wrong.
+    port = _core.Port(asked.server)
     with LLM(model=asked.model, **asked.engine) as llm:
         _register(llm, asked.modules, asked.server["served_model_names"])
         # The server handles them from here on; Python's own handler would raise beside it.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         reload = reloader(asked.keys_file) if asked.keys_file else None
-        _core.serve(llm._core, port, asked.server, _ready, reload)
+        _core.serve(llm._core, port, _ready, reload)
     return 0
 
 
@@ -227,8 +249,8 @@ def _register(llm: LLM, modules: list[tuple[str, str]], base_names: list[str]) -
     logger.info("%d adapters registered; each is read when a request first names it", len(modules))
 
 
-def _ready(host: str, port: int, notes: list[str]) -> None:
+def _ready(scheme: str, host: str, port: int, notes: list[str]) -> None:
     shown = f"[{host}]" if ":" in host else host
     for note in notes:
         logger.info("%s", note)
-    logger.info("listening on http://%s:%d", shown, port)
+    logger.info("listening on %s://%s:%d", scheme, shown, port)
