@@ -25,15 +25,13 @@ def check_structured_outputs(outputs: Any) -> None: ...
 def serve(
     engine: Engine,
     port: Port,
-    settings: dict[str, Any],
-    ready: Callable[[str, int, list[str]], object],
+    ready: Callable[[str, str, int, list[str]], object],
     reload: Callable[..., str] | None,
-    fetch: Callable[[str, str], tuple[str, str]],
 ) -> None: ...
 
 @final
 class Port:
-    def __new__(cls, host: str, port: int) -> Port: ...
+    def __new__(cls, settings: dict[str, Any], fetch: Callable[[str, str], tuple[str, str]]) -> Port: ...
 
 @final
 class Engine:

@@ -56,12 +56,10 @@ def spelling(name: str) -> str:
 _LOCAL_PROCESS = "one process serves; nothing is started beside it"
 _NEVER_LOGGED = "prompts and outputs are never logged"
 _LOGS = "logs go to standard error; --log-level sets how much"
-_NO_PAGES = "there are no documentation pages"
+_NO_PAGES = "there are no documentation pages, only /openapi.json"
 _SOLE_PARSERS = "parsers are those that --tool-call-parser and --reasoning-parser name"
 _NO_PLUGINS = "no code is loaded from flags"
 _SOLE_HTTP = "HTTP/1.1 over TCP is the one way in"
-_TLS = "connections are not encrypted yet; put a proxy that terminates TLS before the server"
-_CORS = "pages of other origins get no permission yet; put a proxy that gives it before the server"
 _TEMPLATES = "templates get content in the form that they take"
 _ASKED_FOR = "each request asks for it itself"
 
@@ -71,17 +69,41 @@ LISTENING = (
     _honoured("port", 8000, Kind.PORT, "port to listen on; 0 = any free one"),
     _refused("uds", None, _SOLE_HTTP, ""),
     _refused("grpc", False, _SOLE_HTTP),
-    _refused("root_path", None, "routes are at the root; let the proxy take its prefix off", ""),
-    _refused("ssl_keyfile", None, _TLS),
-    _refused("ssl_certfile", None, _TLS),
-    _refused("ssl_ca_certs", None, _TLS),
-    _refused("ssl_cert_reqs", 0, _TLS),
-    _refused("ssl_ciphers", None, _TLS),
-    _refused("enable_ssl_refresh", False, _TLS),
-    _refused("allowed_origins", None, _CORS, []),
-    _refused("allowed_methods", None, _CORS, []),
-    _refused("allowed_headers", None, _CORS, []),
-    _refused("allow_credentials", False, _CORS),
+    _honoured(
+        "root_path",
+        None,
+        Kind.TEXT,
+        "path that a proxy serves this server under; routes are found with and without it",
+        same=("",),
+    ),
+    _honoured("ssl_certfile", None, Kind.PATH, "PEM file of the certificate, and of those up to its authority"),
+    _honoured(
+        "ssl_keyfile", None, Kind.PATH, "PEM file of its key, without a passphrase; None = it is in ssl_certfile"
+    ),
+    _honoured("ssl_ca_certs", None, Kind.PATH, "PEM file of the authorities that clients' certificates come from"),
+    _honoured(
+        "ssl_cert_reqs",
+        0,
+        Kind.WHOLE,
+        "clients' certificates: 0 = they are asked for none, 1 = those without one come in too, 2 = they need one",
+    ),
+    _refused("ssl_ciphers", None, "TLS 1.2 and 1.3 are spoken with ciphers of which none is weak"),
+    _honoured("enable_ssl_refresh", False, Kind.SWITCH, "read the files again when they change"),
+    _honoured(
+        "allowed_origins",
+        None,
+        Kind.NAMES,
+        "origins whose pages may use the API from a browser, or *; as values or a JSON list. vLLM's default is *, "
+        "here it is none; adapters are never managed from other origins' pages",
+    ),
+    _honoured("allowed_methods", None, Kind.NAMES, "methods that those pages may use; None or * = all"),
+    _honoured("allowed_headers", None, Kind.NAMES, "headers that those pages may send; None or * = all"),
+    _honoured(
+        "allow_credentials",
+        False,
+        Kind.SWITCH,
+        "let browsers send cookies and certificates along; not with the origin *",
+    ),
     _refused("middleware", None, _NO_PLUGINS, []),
     _refused("headless", False, _LOCAL_PROCESS),
     _refused("api_server_count", None, _LOCAL_PROCESS, 1),
@@ -140,6 +162,7 @@ ANSWERS = (
     _refused("response_role", "assistant", "answers are the assistant's"),
     _refused("return_tokens_as_token_ids", False, _ASKED_FOR),
     _refused("enable_force_include_usage", False, _ASKED_FOR),
+    _honoured("disable_fastapi_docs", False, Kind.SWITCH, "no /openapi.json; there are no other documentation pages"),
     _refused("enable_tokenizer_info_endpoint", False, "there is no such route"),
     _no_effect("enable_auto_tool_choice", False, "requests with tools may always leave it to the model"),
     _honoured(
@@ -250,7 +273,6 @@ LOGS = (
     _no_effect("enable_log_deltas", True, _NEVER_LOGGED),
     _no_effect("max_log_len", None, _NEVER_LOGGED),
     _no_effect("log_error_stack", False, "errors name their place in the request"),
-    _no_effect("disable_fastapi_docs", False, _NO_PAGES),
     _no_effect("enable_offline_docs", False, _NO_PAGES),
 )
 

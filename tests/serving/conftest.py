@@ -38,7 +38,7 @@ class Server:
             assert self.process.stderr is not None
             for line in self.process.stderr:
                 self.lines.append(line)
-                found = re.search(r"listening on (http://[^\s\"]+)", line)
+                found = re.search(r"listening on (https?://[^\s\"]+)", line)
                 if found:
                     self.url = found[1]
                     listening.set()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import socket
 import time
 from typing import Any
@@ -11,10 +13,27 @@ import pytest
 from .conftest import PROMPT, Server, StartServer
 
 JSON = {"Content-Type": "application/json"}
+HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 
 def raw(server: Server, body: bytes, **headers: str) -> Any:
     return server.client.post("/v1/completions", content=body, headers=JSON | headers)
+
+
+def address(server: Server) -> tuple[str, int]:
+    host, port = server.url.removeprefix("http://").split(":")
+    return host, int(port)
+
+
+def connect(server: Server) -> socket.socket:
+    return socket.create_connection(address(server), 60)
+
+
+def wait_for_no_load(server: Server) -> None:
+    deadline = time.monotonic() + 10
+    while server.client.get("/load").json()["server_load"] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert server.client.get("/load").json()["server_load"] == 0
 
 
 @pytest.mark.parametrize(
@@ -57,6 +76,8 @@ def test_what_is_not_json_is_told_with_its_place(server: Server, body: bytes, to
         ({"suffix": "end"}, "suffix"),
         ({"response_format": {"type": "structural_tag"}}, "response_format"),
         ({"guided_json": {"type": "object"}, "guided_regex": "a"}, "guided_regex"),
+        ({"length_penalty": 1.5}, "length_penalty"),
+        ({"length_penalty": "x"}, "length_penalty"),
         ({"model": 3}, "model"),
         ({"lora_scale": "strong"}, "lora_scale"),
         ({"cache_salt": ""}, "cache_salt"),
@@ -88,7 +109,9 @@ def test_wrong_values_are_explained(server: Server, fields: dict[str, Any], told
 
 
 def test_unknown_fields_pass(server: Server) -> None:
-    assert server.text("alpha", user="me", something_new={"a": 1}, truncate_prompt_tokens=None) == server.text("alpha")
+    assert server.text(
+        "alpha", user="me", something_new={"a": 1}, truncate_prompt_tokens=None, length_penalty=1
+    ) == server.text("alpha")
 
 
 def test_only_json_is_taken(server: Server) -> None:
@@ -104,39 +127,113 @@ def test_methods_and_paths_that_are_not_there(server: Server) -> None:
     assert server.client.get("/v1").status_code == 404
 
 
-def test_large_bodies_are_refused_and_the_server_lives(server: Server) -> None:
-    answer = raw(server, b'{"prompt": "' + b"x" * (40 << 20) + b'"}')
-    assert answer.status_code == 413
-    assert "33554432" in answer.json()["error"]["message"]
+@pytest.mark.parametrize("told", [True, False], ids=["its length is told", "in chunks"])
+def test_large_bodies_are_refused_and_the_server_lives(server: Server, told: bool) -> None:
+    connection = connect(server)
+    length, chunk = 100 << 20, b"x" * (1 << 20)
+    framing = f"Content-Length: {length}" if told else "Transfer-Encoding: chunked"
+    connection.sendall(f"{HEAD}{framing}\r\n\r\n".encode())
+    sent = 0
+    # The answer comes before the body is whole, and ends the connection.
+    with contextlib.suppress(ConnectionError):
+        while sent < length:
+            connection.sendall(chunk if told else b"100000\r\n" + chunk + b"\r\n")
+            sent += len(chunk)
+    assert sent < length
+    with contextlib.suppress(ConnectionError):
+        answer = connection.recv(1 << 16)
+        assert answer.startswith(b"HTTP/1.1 413 ")
+        assert b"33554432" in answer
+    connection.close()
     assert server.complete().status_code == 200
 
 
+def test_a_large_body_is_told_its_limit(server: Server) -> None:
+    answer = raw(server, b'{"prompt": "' + b"x" * (33 << 20) + b'"}')
+    assert answer.status_code == 413
+    assert "33554432" in answer.json()["error"]["message"]
+    assert answer.headers["connection"] == "close"
+
+
 def test_slow_and_broken_clients_hold_nobody_up(server: Server) -> None:
-    host, port = server.url.removeprefix("http://").split(":")
-    stuck = [socket.create_connection((host, int(port))) for _ in range(50)]
+    beginnings = (
+        b"",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n",
+        b"\x00\xff garbage\r\n\r\n",
+        # A body of which little comes.
+        HEAD.encode() + b'Content-Length: 100000\r\n\r\n{"prompt": ',
+        HEAD.encode() + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{",
+        # Whose chunks are none.
+        HEAD.encode() + b"Transfer-Encoding: chunked\r\n\r\nxyz\r\n",
+        HEAD.encode() + b"Content-Length: -1\r\n\r\n",
+        HEAD.encode() + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\n{}",
+        b"GET /" + b"x" * 10_000,
+    )
+    stuck = [connect(server) for _ in range(90)]
     for number, connection in enumerate(stuck):
-        connection.sendall(
-            (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n", b"\x00\xff garbage\r\n\r\n", b"")[number % 3]
-        )
+        connection.sendall(beginnings[number % len(beginnings)])
+    took = []
+    for _ in range(5):
+        start = time.monotonic()
+        assert server.complete().status_code == 200
+        took.append(time.monotonic() - start)
+    assert min(took) < 2
+    # A drop at a time is no answer either.
+    for connection in stuck:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(b"X")
     assert server.complete().status_code == 200
     for connection in stuck:
         connection.close()
     assert server.complete().status_code == 200
 
 
+def test_heads_have_bounds(server: Server) -> None:
+    for head, status in (
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"x" * (1 << 20) + b"\r\n\r\n", b"431"),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X: y\r\n" * 200 + b"\r\n", b"431"),
+        (b"GET /" + b"x" * (1 << 20) + b" HTTP/1.1\r\nHost: x\r\n\r\n", b"414"),
+        (b"GET /health HTTP/9.9\r\n\r\n", b"400"),
+    ):
+        connection = connect(server)
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(head)
+            assert connection.recv(1000).split()[1] == status, head[:60]
+            while connection.recv(1000):
+                pass
+        connection.close()
+    assert server.client.get("/health").status_code == 200
+
+
+def test_who_never_reads_a_stream_holds_nobody_up(server: Server) -> None:
+    body = {"prompt": [PROMPT] * 4, "n": 4, "max_tokens": 480, "ignore_eos": True, "stream": True, "logprobs": 20}
+    text = json.dumps(body).encode()
+    deaf = []
+    for _ in range(4):
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(60)
+        connection.connect(address(server))
+        connection.sendall(f"{HEAD}Content-Length: {len(text)}\r\n\r\n".encode() + text)
+        deaf.append(connection)
+    for connection in deaf:
+        # It has begun.
+        assert connection.recv(100)
+    expected = server.text("alpha")
+    for _ in range(3):
+        assert server.text("alpha") == expected
+    for connection in deaf:
+        connection.close()
+    wait_for_no_load(server)
+
+
 def test_one_disconnect_frees_its_rows(server: Server) -> None:
-    host, port = server.url.removeprefix("http://").split(":")
     body = b'{"model": "alpha", "prompt": [5, 6], "max_tokens": 480, "ignore_eos": true, "stream": true}'
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    head += f"Content-Length: {len(body)}\r\n\r\n"
-    connection = socket.create_connection((host, int(port)))
-    connection.sendall(head.encode() + body)
+    connection = connect(server)
+    connection.sendall(f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     assert b"200 OK" in connection.recv(1000)
     connection.close()
-    deadline = time.monotonic() + 10
-    while server.client.get("/load").json()["server_load"] and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert server.client.get("/load").json()["server_load"] == 0
+    wait_for_no_load(server)
 
 
 def test_too_many_are_sent_away_for_a_moment(start_server: StartServer) -> None:

@@ -90,6 +90,21 @@ def test_a_flag_without_effect_warns_once(
 SERVER: dict[str, tuple[list[str], str, Any]] = {
     "host": (["--host", "::1"], "host", "::1"),
     "port": (["--port", "81"], "port", 81),
+    "root_path": (["--root-path", "/a/b"], "root_path", "/a/b"),
+    "ssl_certfile": (["--ssl-certfile", "/x"], "ssl_certfile", "/x"),
+    "ssl_keyfile": (["--ssl-keyfile", "/x"], "ssl_keyfile", "/x"),
+    "ssl_ca_certs": (["--ssl-ca-certs", "/x"], "ssl_ca_certs", "/x"),
+    "ssl_cert_reqs": (["--ssl-cert-reqs", "2"], "ssl_cert_reqs", 2),
+    "enable_ssl_refresh": (["--enable-ssl-refresh"], "enable_ssl_refresh", True),
+    "allowed_origins": (
+        ["--allowed-origins", '["https://a", "https://b"]'],
+        "allowed_origins",
+        ["https://a", "https://b"],
+    ),
+    "allowed_methods": (["--allowed-methods", "GET", "POST"], "allowed_methods", ["GET", "POST"]),
+    "allowed_headers": (["--allowed-headers", '["*"]'], "allowed_headers", ["*"]),
+    "allow_credentials": (["--allow-credentials"], "allow_credentials", True),
+    "disable_fastapi_docs": (["--disable-fastapi-docs"], "describe_routes", False),
     "max_body_bytes": (["--max-body-bytes", "1k"], "max_body_bytes", 1000),
     "max_pending": (["--max-pending", "0"], "max_pending", None),
     "max_adapter_series": (["--max-adapter-series", "7"], "max_adapter_series", 7),
@@ -240,6 +255,7 @@ enable-prefix-caching: false
 no-enable-chunked-prefill: true
 admin_api_key:
 api-key: [file]
+allowed-origins: [https://a, https://b]
 lora-modules:
   - alpha={ADAPTERS / "alpha"}
   - {{name: "b=eta", path: {ADAPTERS / "beta"}}}
@@ -253,6 +269,7 @@ disable-log-requests: false
     engine = {name: asked.engine[name] for name in ("max_lora_rank", "max_num_batched_tokens", "revision")}
     assert engine == {"max_lora_rank": 64, "max_num_batched_tokens": 8192, "revision": "12"}
     assert (asked.engine["enable_prefix_caching"], asked.engine["enable_chunked_prefill"]) == (False, False)
+    assert asked.server["allowed_origins"] == ["https://a", "https://b"]
     assert (asked.server["port"], asked.server["api_keys"], asked.server["admin_api_key"]) == (0, ["given"], None)
     assert plan(parse("other", "--config", file)).model == "other"
 

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use manylora::EngineError;
 use manylora_server::{
-    ApiKey, Control, FetchError, ReasoningFormat, Server, ServerConfig, ServerError, Sources, ToolFormat, WaitingRoom,
-    bind,
+    ApiKey, Control, CorsConfig, FetchError, ReasoningFormat, Server, ServerConfig, ServerError, Sources, TlsConfig,
+    ToolFormat, WaitingRoom, bind,
 };
 use pyo3::prelude::*;
 use tokio::signal::unix::{SignalKind, signal};
@@ -18,16 +18,23 @@ use crate::errors::to_python;
 /// Threads of the HTTP side: what it does is small beside what the engine does.
 const THREADS: usize = 2;
 
-/// A port that is bound, on which everybody is told that the model is being loaded.
+/// A port that is bound, on which everybody is told that the model is being loaded, and what those who answer there later will do.
 #[pyclass(frozen, module = "manylora._core")]
-pub(crate) struct Port(Mutex<Option<WaitingRoom>>);
+pub(crate) struct Port(Mutex<Option<(WaitingRoom, ServerConfig)>>);
 
 #[pymethods]
 impl Port {
+    /// Checks settings and binds their port. `fetch(name, url)` brings an adapter to this machine and returns `("found", folder)`,
+    /// `("missing", why)` or `("failed", why)`.
     #[new]
-    fn new(py: Python<'_>, host: &str, port: u16) -> PyResult<Self> {
-        let opened = py.detach(|| bind(host, port).and_then(WaitingRoom::open));
-        opened.map(|room| Self(Mutex::new(Some(room)))).map_err(|error| failed(py, &error))
+    fn new(py: Python<'_>, settings: Settings, fetch: Py<PyAny>) -> PyResult<Self> {
+        let prepared = py.detach(|| {
+            let config = settings.into_config(fetch)?;
+            config.check()?;
+            let room = WaitingRoom::open(bind(&config.host, config.port)?, &config)?;
+            Ok((room, config))
+        });
+        prepared.map(|prepared| Self(Mutex::new(Some(prepared)))).map_err(|error| failed(py, &error))
     }
 }
 
@@ -37,6 +44,17 @@ impl Port {
 pub(crate) struct Settings {
     host: String,
     port: u16,
+    ssl_certfile: Option<PathBuf>,
+    ssl_keyfile: Option<PathBuf>,
+    ssl_ca_certs: Option<PathBuf>,
+    ssl_cert_reqs: u64,
+    enable_ssl_refresh: bool,
+    allowed_origins: Vec<String>,
+    allowed_methods: Option<Vec<String>>,
+    allowed_headers: Option<Vec<String>>,
+    allow_credentials: bool,
+    root_path: String,
+    describe_routes: bool,
     served_model_names: Vec<String>,
     model_root: String,
     api_keys: Vec<String>,
@@ -73,6 +91,22 @@ impl Settings {
             keys,
             host: settings.host,
             port: settings.port,
+            tls: TlsConfig {
+                certfile: settings.ssl_certfile,
+                keyfile: settings.ssl_keyfile,
+                ca_certs: settings.ssl_ca_certs,
+                // What is far too large is wrong as 255 is.
+                cert_reqs: u8::try_from(settings.ssl_cert_reqs).unwrap_or(u8::MAX),
+                refresh: settings.enable_ssl_refresh,
+            },
+            cors: CorsConfig {
+                origins: settings.allowed_origins,
+                methods: settings.allowed_methods,
+                headers: settings.allowed_headers,
+                credentials: settings.allow_credentials,
+            },
+            root_path: settings.root_path,
+            describe_routes: settings.describe_routes,
             served_model_names: settings.served_model_names,
             model_root: settings.model_root,
             api_keys: settings.api_keys,
@@ -143,22 +177,19 @@ fn reload_keys(control: &Control, reload: &Py<PyAny>) {
 }
 
 /// Serves an engine on a port until SIGINT or SIGTERM comes; what runs then is finished, unless a second one comes. Once it listens,
-/// `ready(host, port, notes)` is called. SIGHUP calls `reload()`, which returns the keys of the keys file as JSON; where that or they
-/// are wrong, `reload(error)` is called and the keys stay. `fetch(name, url)` brings an adapter to this machine and returns `("found", folder)`,
-/// `("missing", why)` or `("failed", why)`.
+/// `ready(scheme, host, port, notes)` is called. SIGHUP calls `reload()`, which returns the keys of the keys file as JSON; where that or they
+/// are wrong, `reload(error)` is called and the keys stay.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "what Python hands over is owned")]
 pub(crate) fn serve(
     py: Python<'_>,
     engine: &Engine,
     port: &Port,
-    settings: Settings,
     ready: Py<PyAny>,
     reload: Option<Py<PyAny>>,
-    fetch: Py<PyAny>,
 ) -> PyResult<()> {
-    let room = port.0.lock().unwrap_or_else(PoisonError::into_inner).take();
-    let Some(room) = room else {
+    let prepared = port.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+    let Some((room, config)) = prepared else {
         let message = "this port was served on already; bind another one".to_owned();
         return Err(to_python(py, &EngineError::InvalidArgument(message)));
     };
@@ -173,12 +204,12 @@ pub(crate) fn serve(
         runtime.block_on(async {
             let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
             let mut hangup = signal(SignalKind::hangup())?;
-            let server = match settings.into_config(fetch).and_then(|config| Server::on(listener, handle, config)) {
+            let server = match Server::on(listener, handle, config) {
                 Ok(server) => server,
                 Err(error) => return Ok(Err(error)),
             };
             let (address, notes) = (server.address(), server.notes());
-            Python::attach(|py| ready.call1(py, (address.ip().to_string(), address.port(), notes)))?;
+            Python::attach(|py| ready.call1(py, (server.scheme(), address.ip().to_string(), address.port(), notes)))?;
             let control = server.control();
             let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
             let mut running = std::pin::pin!(server.run(async {

@@ -1,14 +1,12 @@
 //! Loading, replacing, unloading and pinning adapters over HTTP: vLLM's calls and answers, for whoever may manage.
 
-use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::Body;
-use axum::extract::{ConnectInfo, FromRequestParts, State};
+use axum::extract::State;
 use axum::http::HeaderMap;
-use axum::http::request::Parts;
 use axum::response::Response;
 use manylora::{AdapterSource, Digest, EngineError, UnloadMode};
 
@@ -18,23 +16,6 @@ use crate::body;
 use crate::error::ApiError;
 use crate::fields::Fields;
 use crate::sources::Sources;
-
-/// Proof that somebody may manage: no handler here runs without it.
-pub(crate) struct Manager;
-
-impl FromRequestParts<Arc<App>> for Manager {
-    type Rejection = ApiError;
-
-    async fn from_request_parts(parts: &mut Parts, app: &Arc<App>) -> Result<Self, ApiError> {
-        if !app.config.allow_runtime_lora_updating {
-            // As if the route were not there.
-            return Err(ApiError::not_found("Not Found"));
-        }
-        let peer = parts.extensions.get::<ConnectInfo<SocketAddr>>().map(|info| info.0);
-        app.keys.check_admin(&parts.headers, peer)?;
-        Ok(Self)
-    }
-}
 
 async fn fields(app: &App, headers: &HeaderMap, body: Body) -> Result<Fields, ApiError> {
     body::read(headers, body, app.config.max_body_bytes).await
@@ -50,12 +31,7 @@ fn version(fields: &mut Fields) -> Result<Option<Digest>, ApiError> {
 
 /// `POST /v1/load_lora_adapter`: `lora_name`, `lora_path`, `load_inplace` (replace other content), `expected_version` (replace
 /// only that).
-pub(crate) async fn load(
-    _: Manager,
-    State(app): State<Arc<App>>,
-    headers: HeaderMap,
-    body: Body,
-) -> Result<Response, ApiError> {
+pub(crate) async fn load(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Result<Response, ApiError> {
     let mut fields = fields(&app, &headers, body).await?;
     let missing = |name: &str| {
         ApiError::bad_request(format!("1 validation error: `{name}` is missing")).about(format!("body.{name}"))
@@ -104,12 +80,7 @@ pub(crate) async fn load(
 }
 
 /// `POST /v1/unload_lora_adapter`: `lora_name`, `mode` (`drain` or `abort`), `timeout` in seconds.
-pub(crate) async fn unload(
-    _: Manager,
-    State(app): State<Arc<App>>,
-    headers: HeaderMap,
-    body: Body,
-) -> Result<Response, ApiError> {
+pub(crate) async fn unload(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Result<Response, ApiError> {
     let mut fields = fields(&app, &headers, body).await?;
     let name = known(&app, &mut fields, "'lora_name' needs to be provided to unload a LoRA adapter.")?;
     let mode = match fields.text("mode")?.as_deref() {
@@ -135,12 +106,7 @@ pub(crate) async fn unload(
 }
 
 /// `POST /v1/pin_lora_adapter`: `lora_name`, `pinned` (default true): whether it stays resident whatever comes.
-pub(crate) async fn pin(
-    _: Manager,
-    State(app): State<Arc<App>>,
-    headers: HeaderMap,
-    body: Body,
-) -> Result<Response, ApiError> {
+pub(crate) async fn pin(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Result<Response, ApiError> {
     let mut fields = fields(&app, &headers, body).await?;
     let name = known(&app, &mut fields, "'lora_name' needs to be provided to pin a LoRA adapter.")?;
     let pinned = fields.flag("pinned")?.unwrap_or(true);

@@ -14,6 +14,7 @@ use crate::keys::{ApiKey, Caller, Running};
 use crate::metrics::Metrics;
 use crate::resolver::Resolver;
 use crate::roots::LoraRoot;
+use crate::routes::Routing;
 use crate::tools::ToolFormat;
 
 /// State of a server.
@@ -29,6 +30,7 @@ pub(crate) struct App {
     pub(crate) metrics: Metrics,
     /// How the model writes calls of tools, where that is known.
     pub(crate) tool_format: Option<ToolFormat>,
+    pub(crate) routing: Routing,
     /// Unix time.
     pub(crate) started: u64,
     /// Sequences that wait or run.
@@ -63,10 +65,12 @@ impl App {
         }
         let (keys, lora_root) = (Keys::new(&config)?, LoraRoot::new(&config)?);
         let resolver = config.lora_resolve_root.as_deref().map(Resolver::new).transpose()?;
+        let routing = Routing::new(&config)?;
         let metrics = Metrics::new(&engine, names.first().map_or("", String::as_str), config.max_adapter_series);
         let tool_format = config.tool_format.or_else(|| ToolFormat::of_template(&engine));
         let app = Arc::new(Self {
             metrics,
+            routing,
             resolver,
             tool_format,
             engine,

@@ -3,9 +3,15 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::auth::Keys;
+use crate::error::ServerError;
 use crate::keys::ApiKey;
 use crate::reasoning::ReasoningFormat;
+use crate::resolver::Resolver;
+use crate::roots::LoraRoot;
+use crate::routes::Routing;
 use crate::sources::Sources;
+use crate::tls::Tls;
 use crate::tools::ToolFormat;
 
 /// Configuration of a [`crate::Server`] or [`crate::router`].
@@ -15,6 +21,14 @@ pub struct ServerConfig {
     pub host: String,
     /// Port to listen on; 0 = any free one.
     pub port: u16,
+    /// Encryption of connections.
+    pub tls: TlsConfig,
+    /// What pages of other origins may do.
+    pub cors: CorsConfig,
+    /// Path that a proxy serves this server under; routes are found with and without it.
+    pub root_path: String,
+    /// Whether `/openapi.json` describes the routes.
+    pub describe_routes: bool,
     /// Names that the base answers to in `model`, the first of which it is called in answers; empty = the model's path.
     pub served_model_names: Vec<String>,
     /// What `/v1/models` says the base was made from; empty = the name that it is served under.
@@ -61,11 +75,56 @@ pub struct ServerConfig {
     pub shutdown_timeout: Duration,
 }
 
+/// Files of TLS, in PEM format. Without a certificate connections are not encrypted.
+#[derive(Clone, Debug, Default)]
+pub struct TlsConfig {
+    /// The server's certificate, and after it those between it and its authority.
+    pub certfile: Option<PathBuf>,
+    /// Its key, not encrypted; None = it is in `certfile`.
+    pub keyfile: Option<PathBuf>,
+    /// Authorities that clients' certificates must come from.
+    pub ca_certs: Option<PathBuf>,
+    /// Whether clients need certificates, as Python's `ssl` counts: 0 = they are not asked for any, 1 = those that have none
+    /// come in too, 2 = they need one.
+    pub cert_reqs: u8,
+    /// Whether the files are read again when they change.
+    pub refresh: bool,
+}
+
+/// What browsers let pages of other origins do with the API, the management of adapters excepted.
+#[derive(Clone, Debug, Default)]
+pub struct CorsConfig {
+    /// `SCHEME://HOST[:PORT]`, or `*` for all; empty = none.
+    pub origins: Vec<String>,
+    /// Methods; None or `*` = all.
+    pub methods: Option<Vec<String>>,
+    /// Headers of requests; None or `*` = all.
+    pub headers: Option<Vec<String>>,
+    /// Whether browsers send what they know of their user along.
+    pub credentials: bool,
+}
+
+impl ServerConfig {
+    /// Whether a server could be made of this, as far as that can be said without an engine.
+    pub fn check(&self) -> Result<(), ServerError> {
+        Keys::new(self)?;
+        LoraRoot::new(self)?;
+        self.lora_resolve_root.as_deref().map(Resolver::new).transpose()?;
+        Tls::open(&self.tls)?;
+        Routing::new(self)?;
+        Ok(())
+    }
+}
+
 impl Default for ServerConfig {
     fn default() -> Self {
         Self {
             host: "127.0.0.1".to_owned(),
             port: 8000,
+            tls: TlsConfig::default(),
+            cors: CorsConfig::default(),
+            root_path: String::new(),
+            describe_routes: true,
             served_model_names: Vec::new(),
             model_root: String::new(),
             api_keys: Vec::new(),

@@ -55,6 +55,8 @@ impl Fields {
 
     /// The value as it is; None where it is absent or null.
     pub(crate) fn value(&mut self, name: &str) -> Option<Value> {
+        #[cfg(test)]
+        asked::note(name);
         self.map.shift_remove(name).filter(|value| !value.is_null())
     }
 
@@ -121,7 +123,8 @@ impl Fields {
 
     /// Refuses what changes results and is not there yet; empty values pass.
     pub(crate) fn refuse(&mut self, name: &str, reason: &str) -> Result<(), ApiError> {
-        match self.value(name) {
+        // Not through `value`: nobody is invited to send it.
+        match self.map.shift_remove(name) {
             Some(value) if !is_empty(&value) => {
                 let name = format!("{}{name}", self.path);
                 Err(ApiError::bad_request(format!("`{name}` is not supported: {reason}")).about(name))
@@ -142,6 +145,29 @@ fn integer(value: &Value) -> Option<i64> {
 /// Token ids of an array of integers.
 pub(crate) fn tokens(value: &Value) -> Option<Vec<u32>> {
     value.as_array()?.iter().map(|item| u32::try_from(item.as_u64()?).ok()).collect()
+}
+
+/// Names of fields that were asked for on this thread, for comparing them with those that are described.
+#[cfg(test)]
+pub(crate) mod asked {
+    use std::cell::RefCell;
+    use std::collections::BTreeSet;
+
+    thread_local! {
+        static NAMES: RefCell<BTreeSet<String>> = const { RefCell::new(BTreeSet::new()) };
+    }
+
+    pub(super) fn note(name: &str) {
+        NAMES.with_borrow_mut(|names| names.insert(name.to_owned()));
+    }
+
+    pub(crate) fn forget() {
+        NAMES.take();
+    }
+
+    pub(crate) fn names() -> BTreeSet<String> {
+        NAMES.with_borrow(Clone::clone)
+    }
 }
 
 #[cfg(test)]

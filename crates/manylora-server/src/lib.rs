@@ -6,7 +6,7 @@
 //! Reading order: [`config`]; `app` (what all routes share) and `routes`; then the way of a request: `body` and `fields` (JSON in,
 //! with errors that name the place), `sampling` and `structured` (fields to sampling parameters), `target` (model name to adapters), `resolver` (adapters found at first use),
 //! `completions` and `chat` (with `tools`, `reasoning` and `speech`, which take what a model says apart), `generation` (the engine's streams), `events` (server-sent events), `logprobs`. `adapters` loads,
-//! unloads and pins, behind `auth`; `keys` has what each user may do; `metrics` counts and tells; `error` is the one place where errors become answers; `listener` has the connections.
+//! unloads and pins, behind `auth`; `keys` has what each user may do; `metrics` counts and tells; `error` is the one place where errors become answers; `listener` has the port, `waiting` answers on it until there is a model, `connection` is what comes in by it, `tls` its encryption.
 
 mod adapters;
 mod answer;
@@ -16,6 +16,8 @@ mod body;
 mod chat;
 mod completions;
 pub mod config;
+mod connection;
+mod cors;
 mod error;
 mod events;
 mod fields;
@@ -25,6 +27,8 @@ mod listener;
 mod logprobs;
 mod metrics;
 mod models;
+mod openapi;
+mod prefix;
 mod reasoning;
 mod resolver;
 mod roots;
@@ -35,11 +39,12 @@ mod speech;
 mod status;
 mod structured;
 mod target;
+mod tls;
 mod tokens;
 mod tools;
 mod waiting;
 
-pub use config::ServerConfig;
+pub use config::{CorsConfig, ServerConfig, TlsConfig};
 pub use error::ServerError;
 pub use keys::ApiKey;
 pub use listener::{Control, Server, bind};

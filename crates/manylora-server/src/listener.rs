@@ -1,29 +1,24 @@
-//! Connections: accepting them, their patience, and an orderly end.
+//! The port: accepting connections, and an orderly end.
 
 use std::future::Future;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::Router;
-use axum::extract::ConnectInfo;
-use hyper::server::conn::http1;
-use hyper::service::service_fn;
-use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
 use manylora::EngineHandle;
-use tokio::net::{TcpListener, TcpStream};
-use tower_service::Service;
+use tokio::net::TcpListener;
+use tokio::sync::watch;
 
 use crate::app::App;
 use crate::config::ServerConfig;
+use crate::connection;
 use crate::error::ServerError;
 use crate::keys::ApiKey;
 use crate::metrics;
 use crate::routes::routes;
+use crate::tls::Tls;
 
-/// How long a client may take to send the head of a request, or to keep an idle connection.
-const HEAD_PATIENCE: Duration = Duration::from_secs(75);
 /// How long to wait before accepting again when the system has no descriptor left.
 const OUT_OF_DESCRIPTORS: Duration = Duration::from_millis(100);
 
@@ -46,6 +41,7 @@ pub struct Server {
     app: Arc<App>,
     listener: TcpListener,
     address: SocketAddr,
+    tls: Option<Arc<Tls>>,
 }
 
 impl Server {
@@ -63,6 +59,7 @@ impl Server {
         engine: EngineHandle,
         config: ServerConfig,
     ) -> Result<Self, ServerError> {
+        let tls = Tls::open(&config.tls)?.map(Arc::new);
         let app = App::new(engine, config)?;
         let prepared = || {
             listener.set_nonblocking(true)?;
@@ -71,12 +68,17 @@ impl Server {
         };
         let (listener, address) =
             prepared().map_err(|source| ServerError::Io { what: "preparing the port", source })?;
-        Ok(Self { app, listener, address })
+        Ok(Self { app, listener, address, tls })
     }
 
     /// Where it listens.
     pub fn address(&self) -> SocketAddr {
         self.address
+    }
+
+    /// `http` or `https`.
+    pub fn scheme(&self) -> &'static str {
+        if self.tls.is_some() { "https" } else { "http" }
     }
 
     /// Lines that whoever starts a server should see.
@@ -105,9 +107,10 @@ impl Server {
             }
             if let Some(key) = &app.keys.generated {
                 notes.push(format!(
-                    "managing them needs this admin key, made for this run: {key}\n  curl -X POST http://{}/v1/load_lora_adapter -H \
+                    "managing them needs this admin key, made for this run: {key}\n  curl -X POST {}://{}/v1/load_lora_adapter -H \
                      'Authorization: Bearer {key}' -H 'Content-Type: application/json' -d '{{\"lora_name\": \"NAME\", \
                      \"lora_path\": \"FOLDER\"}}'",
+                    self.scheme(),
                     self.address
                 ));
             }
@@ -127,14 +130,26 @@ impl Server {
         let router = routes(&self.app);
         let interval = self.app.config.log_stats_interval;
         let reporter = interval.map(|every| tokio::spawn(metrics::report(Arc::clone(&self.app), every)));
+        let (running, stopping) = watch::channel(());
         let mut stop = std::pin::pin!(stop);
+        let mut refreshed = std::pin::pin!(async {
+            match &self.tls {
+                Some(tls) => tls.follow().await,
+                None => std::future::pending().await,
+            }
+        });
         loop {
             let accepted = tokio::select! {
                 accepted = self.listener.accept() => accepted,
                 () = &mut stop => break,
+                never = &mut refreshed => match never {},
             };
             match accepted {
-                Ok((stream, peer)) => serve(stream, peer, router.clone(), &graceful),
+                Ok((stream, peer)) => {
+                    let (router, tls) = (router.clone(), self.tls.clone());
+                    let watcher = graceful.watcher();
+                    tokio::spawn(connection::serve(stream, peer, router, watcher, tls, stopping.clone()));
+                }
                 Err(error) => {
                     // A connection that ended before it was taken is none; without descriptors, wait for some.
                     if !matches!(
@@ -151,6 +166,7 @@ impl Server {
         if let Some(reporter) = reporter {
             reporter.abort();
         }
+        drop(running);
         drop(self.listener);
         let (running, timeout) = (self.app.load(), self.app.config.shutdown_timeout);
         if running > 0 {
@@ -167,24 +183,4 @@ pub fn bind(host: &str, port: u16) -> Result<std::net::TcpListener, ServerError>
     let plain = host.trim_start_matches('[').trim_end_matches(']');
     std::net::TcpListener::bind((plain, port))
         .map_err(|source| ServerError::Bind { address: format!("{host}:{port}"), source })
-}
-
-/// Serves one connection on a task of its own.
-fn serve(stream: TcpStream, peer: SocketAddr, router: Router, graceful: &GracefulShutdown) {
-    // Tokens go out as they come.
-    let _ = stream.set_nodelay(true);
-    let service = service_fn(move |mut request: hyper::Request<hyper::body::Incoming>| {
-        request.extensions_mut().insert(ConnectInfo(peer));
-        router.clone().call(request.map(axum::body::Body::new))
-    });
-    let connection = http1::Builder::new()
-        .timer(TokioTimer::new())
-        .header_read_timeout(HEAD_PATIENCE)
-        .serve_connection(TokioIo::new(stream), service);
-    let watched = graceful.watch(connection);
-    tokio::spawn(async move {
-        if let Err(error) = watched.await {
-            tracing::debug!("a connection ended: {error}");
-        }
-    });
 }

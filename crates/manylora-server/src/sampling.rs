@@ -44,7 +44,7 @@ fn defaults(generation: &GenerationDefaults) -> SamplingParams {
 pub(crate) fn read(fields: &mut Fields, generation: Option<&GenerationDefaults>) -> Result<SamplingParams, ApiError> {
     for (name, reason) in REFUSED {
         // Its neutral value.
-        if name == "length_penalty" && fields.number(name)?.is_none_or(|penalty| penalty == 1.0) {
+        if name == "length_penalty" && fields.peek(name).is_some_and(|penalty| penalty.as_f64() == Some(1.0)) {
             continue;
         }
         fields.refuse(name, reason)?;

@@ -2,19 +2,22 @@
 
 use std::convert::Infallible;
 use std::net::TcpListener;
+use std::sync::Arc;
 use std::thread::{JoinHandle, spawn};
 use std::time::Duration;
 
+use axum::Router;
+use axum::http::{HeaderValue, header};
 use axum::response::IntoResponse;
-use hyper::server::conn::http1;
-use hyper::service::service_fn;
-use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
-use tokio::sync::oneshot;
+use tokio::sync::{oneshot, watch};
 
+use crate::config::ServerConfig;
+use crate::connection;
 use crate::error::{ApiError, ServerError};
+use crate::tls::Tls;
 
-/// How long a client may take to say what it wants, and how long those that are being told are waited for in the end.
+/// How long those who are being told are waited for in the end, and when to accept again after that could not be done.
 const PATIENCE: Duration = Duration::from_secs(1);
 /// When to ask again, in seconds.
 const RETRY_AFTER: u32 = 5;
@@ -29,19 +32,20 @@ pub struct WaitingRoom {
 }
 
 impl WaitingRoom {
-    /// Begins to answer on a port that is bound.
+    /// Begins to answer on a port that is bound, encrypted if `config` says so.
     ///
     /// # Errors
     ///
-    /// The system has no descriptor or no thread left.
-    pub fn open(listener: TcpListener) -> Result<Self, ServerError> {
+    /// The certificate cannot be used; the system has no descriptor or no thread left.
+    pub fn open(listener: TcpListener, config: &ServerConfig) -> Result<Self, ServerError> {
         let failed = |source| ServerError::Io { what: "preparing the port", source };
+        let tls = Tls::open(&config.tls)?.map(Arc::new);
         let theirs = listener.try_clone().map_err(failed)?;
         theirs.set_nonblocking(true).map_err(failed)?;
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
         let (stop, stopped) = oneshot::channel();
         let thread = spawn(move || {
-            if let Err(error) = runtime.block_on(answer(theirs, stopped)) {
+            if let Err(error) = runtime.block_on(answer(theirs, tls, stopped)) {
                 tracing::warn!("the port cannot be answered on while the model loads: {error}");
             }
         });
@@ -57,31 +61,34 @@ impl WaitingRoom {
     }
 }
 
-async fn answer(listener: TcpListener, mut stopped: oneshot::Receiver<Infallible>) -> std::io::Result<()> {
+async fn answer(
+    listener: TcpListener,
+    tls: Option<Arc<Tls>>,
+    mut stopped: oneshot::Receiver<Infallible>,
+) -> std::io::Result<()> {
     let listener = tokio::net::TcpListener::from_std(listener)?;
     let graceful = GracefulShutdown::new();
+    let (running, stopping) = watch::channel(());
+    let router = Router::new().fallback(async || {
+        let error = ApiError::unavailable("the model is being loaded; try again in a moment", RETRY_AFTER);
+        let mut answer = error.into_response();
+        // Who comes back is to find the server.
+        answer.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+        answer
+    });
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
             _ = &mut stopped => break,
         };
-        let Ok((stream, _)) = accepted else {
+        let Ok((stream, peer)) = accepted else {
             tokio::time::sleep(PATIENCE).await;
             continue;
         };
-        let service = service_fn(|_| async {
-            let error = ApiError::unavailable("the model is being loaded; try again in a moment", RETRY_AFTER);
-            Ok::<_, Infallible>(error.into_response())
-        });
-        let connection = http1::Builder::new()
-            .timer(TokioTimer::new())
-            .header_read_timeout(PATIENCE)
-            // Who comes back is to find the server.
-            .keep_alive(false)
-            .serve_connection(TokioIo::new(stream), service);
-        tokio::spawn(graceful.watch(connection));
+        let (router, tls, watcher) = (router.clone(), tls.clone(), graceful.watcher());
+        tokio::spawn(connection::serve(stream, peer, router, watcher, tls, stopping.clone()));
     }
-    drop(listener);
+    drop((running, listener));
     // What is not told by then sees its connection end.
     let _ = tokio::time::timeout(PATIENCE, graceful.shutdown()).await;
     Ok(())
@@ -104,7 +111,7 @@ mod tests {
 
     #[test]
     fn everybody_is_told_to_come_back_and_the_port_goes_on() {
-        let room = WaitingRoom::open(TcpListener::bind("127.0.0.1:0").unwrap()).unwrap();
+        let room = WaitingRoom::open(TcpListener::bind("127.0.0.1:0").unwrap(), &ServerConfig::default()).unwrap();
         let address = room.listener.local_addr().unwrap();
         // One that says nothing holds nobody up.
         let _silent = TcpStream::connect(address).unwrap();

@@ -196,6 +196,11 @@ def plan(arguments: argparse.Namespace) -> Plan:
         "log_requests": given["enable_log_requests"],
         "log_stats_interval": None if given["disable_log_stats"] else _log_stats_interval(),
         "reasoning_parser": given["reasoning_parser"] or None,
+        "root_path": given["root_path"] or "",
+        "describe_routes": not given["disable_fastapi_docs"],
+        "allowed_origins": _listed("allowed_origins", given["allowed_origins"]) or [],
+        "allowed_methods": _listed("allowed_methods", given["allowed_methods"]),
+        "allowed_headers": _listed("allowed_headers", given["allowed_headers"]),
     }
     server |= {name: given[name] for name in _AS_GIVEN}
     return Plan(model, modules, engine, server, given["keys_file"])
@@ -205,6 +210,7 @@ def plan(arguments: argparse.Namespace) -> Plan:
 _AS_GIVEN = (
     "host", "port", "admin_api_key", "lora_root", "trust_request_chat_template", "max_adapter_series", "max_body_bytes",
     "shutdown_timeout", "tool_call_parser", "exclude_tools_when_tool_choice_none",
+    "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs", "enable_ssl_refresh", "allow_credentials",
 )  # fmt: skip
 
 
@@ -219,19 +225,35 @@ def _log_stats_interval() -> float:
     return seconds
 
 
+def _listed(name: str, values: list[str] | None) -> list[str] | None:
+    """Return values that may be given as a JSON list, as vLLM takes them, or as several."""
+    if values is None:
+        return None
+    listed: list[str] = []
+    for value in values:
+        try:
+            items = json.loads(value) if value.startswith("[") else [value]
+        except ValueError as error:
+            raise ValidationError(f"{name} `{value}` is not a JSON list: {error}") from None
+        if not all(isinstance(item, str) for item in items):
+            raise ValidationError(f"{name} `{value}` must be a JSON list of strings")
+        listed += items
+    return listed
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Serve until the process is told to stop."""
     as_json = arguments.log_format == "json"
     set_log(arguments.log_level or "info", json_lines=as_json)
     asked = plan(arguments)
-    # Before the model is loaded, which takes longer than finding out that the port is taken.
-    port = _core.Port(asked.server["host"], asked.server["port"])
+    # Before the model is loaded, which takes longer than finding out that the port is taken or a certificate is wrong.
+    port = _core.Port(asked.server, _fetcher(asked.engine.get("hf_token")))
     with LLM(model=asked.model, use_tqdm_on_load=not as_json, **asked.engine) as llm:
         _register(llm, asked.modules, asked.server["served_model_names"])
         # The server handles them from here on; Python's own handler would raise beside it.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         reload = reloader(asked.keys_file) if asked.keys_file else None
-        _core.serve(llm._core, port, asked.server, _ready, reload, _fetcher(llm))
+        _core.serve(llm._core, port, _ready, reload)
     return 0
 
 
@@ -248,13 +270,13 @@ def _register(llm: LLM, modules: list[tuple[str, str]], base_names: list[str]) -
     logger.info("%d adapters registered; each is read when a request first names it", len(modules))
 
 
-def _fetcher(llm: LLM) -> Callable[[str, str], tuple[str, str]]:
+def _fetcher(token: str | bool | None) -> Callable[[str, str], tuple[str, str]]:
     """Return what the server calls to bring an adapter from elsewhere to this machine."""
 
     def fetch(name: str, url: str) -> tuple[str, str]:
         logger.info("fetching adapter `%s` from %s", name, url)
         try:
-            return "found", str(fetch_adapter(url, name, token=llm.llm_engine.settings.hf_token))
+            return "found", str(fetch_adapter(url, name, token=token))
         except AdapterNotFoundError as error:
             return "missing", str(error)
         except ManyLoRAError as error:
@@ -263,8 +285,8 @@ def _fetcher(llm: LLM) -> Callable[[str, str], tuple[str, str]]:
     return fetch
 
 
-def _ready(host: str, port: int, notes: list[str]) -> None:
+def _ready(scheme: str, host: str, port: int, notes: list[str]) -> None:
     shown = f"[{host}]" if ":" in host else host
     for note in notes:
         logger.info("%s", note)
-    logger.info("listening on http://%s:%d", shown, port)
+    logger.info("listening on %s://%s:%d", scheme, shown, port)
