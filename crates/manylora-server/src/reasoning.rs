@@ -181,7 +181,7 @@ mod tests {
         (ReasoningFormat::Qwen3, "a<think>\n", "well</think>yes", "well", "yes"),
         (ReasoningFormat::Qwen3, "a<think>\n\n</think>\n\n", "<think>yes", "", "<think>yes"),
         (ReasoningFormat::Qwen3, "", "<think>\n\n</think>\n\nyes", "", "yes"),
-        (ReasoningFormat::Qwen3, "", "<think>cut off \n </thi", "cut off \n </thi", ""),
+        (ReasoningFormat::Qwen3, "", "<think>cut off \n </think", "cut off \n </think", ""),
         (ReasoningFormat::DeepseekR1, "", "well\n\nthen\n</think>\n\nyes</think>", "well\n\nthen", "yes</think>"),
         (ReasoningFormat::DeepseekR1, "<think>\n", "<think>\nwell</think>yes", "well", "yes"),
         (ReasoningFormat::DeepseekR1, "", "never ending \n", "never ending", ""),

@@ -293,6 +293,13 @@ impl Worker {
         let adapters = self.step.batch.adapters.segments().iter();
         self.streamed_bytes += adapters.map(|adapter| self.library.bytes_in(adapter.slot)).sum::<u64>();
         self.runner.forward(&self.step.batch)?;
+        // While a card computes.
+        for sample in self.step.sample_rows.iter().filter(|sample| sample.samples) {
+            let planned = &self.plan.sequences[sample.sequence as usize];
+            if let Some(sequence) = self.running.get_mut(&planned.request) {
+                sequence.prepare();
+            }
+        }
         self.outcome.step = self.plan.step;
         self.outcome.sequences.clear();
         self.outcome.tokens.clear();
