@@ -168,7 +168,9 @@ mod tests {
             Part::Reasoning => reasoning.push_str(text),
             Part::Answer => answer.push_str(text),
         };
-        pieces.iter().for_each(|piece| splitter.push(piece, &mut told));
+        for piece in pieces {
+            splitter.push(piece, &mut told);
+        }
         splitter.finish(&mut told);
         (reasoning, answer)
     }
