@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from conftest import ORACLE
-from manylora import LLM, LoRARequest, SamplingParams
+from manylora import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
 from manylora.cli import demo
 
 MODEL = os.environ.get("MANYLORA_SMOLLM2", "")
@@ -107,3 +107,28 @@ def test_the_example_runs_two_adapters_and_the_base(llm: LLM) -> None:
         params = SamplingParams(temperature=0, max_tokens=16)
         assert base.chat(question, params, use_tqdm=False)[0].outputs[0].text.strip() == answers["base"]
     assert answers["support"].startswith("Thank you")
+
+
+def test_structured_answers_say_what_the_model_knows(llm: LLM) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"capital": {"type": "string"}, "continent": {"enum": ["Africa", "Asia", "Europe"]}},
+        "required": ["capital", "continent"],
+        "additionalProperties": False,
+    }
+    structures: list[StructuredOutputsParams | None] = [
+        StructuredOutputsParams(json=schema),
+        StructuredOutputsParams(regex=r"(The )?[Cc]apital of France is [A-Z][a-z]+\."),
+        StructuredOutputsParams(choice=["London", "Paris", "Berlin"]),
+        None,
+    ]
+    all_params = [SamplingParams(temperature=0, max_tokens=60, structured_outputs=it) for it in structures]
+    question: Any = [{"role": "user", "content": "What is the capital of France, and its continent? Answer in JSON."}]
+    outputs = llm.chat([question] * 4, all_params, use_tqdm=False)
+    texts = [output.outputs[0].text for output in outputs]
+    assert json.loads(texts[0]) == {"capital": "Paris", "continent": "Europe"}
+    assert texts[1].endswith("apital of France is Paris.")
+    assert texts[2] == "Paris"
+    # Beside the others, and alone.
+    for index, params in enumerate(all_params):
+        assert llm.chat(question, params, use_tqdm=False)[0].outputs[0].text == texts[index]

@@ -99,7 +99,7 @@ class Car(BaseModel):
 
 def test_the_clients_own_classes_are_filled(client: openai.OpenAI) -> None:
     for seed in range(4):
-        answer = client.beta.chat.completions.parse(
+        answer = client.chat.completions.parse(
             model="beta", messages=CHAT, response_format=Car, seed=seed, max_tokens=400, temperature=1.2,
             extra_body={"structured_outputs": {"whitespace_pattern": " "}},
         )  # fmt: skip

@@ -176,7 +176,7 @@ def test_without_tools_or_choice_nothing_is_looked_for(client: openai.OpenAI) ->
         assert (choice.message.content, choice.message.tool_calls) == (SAID, None)
 
 
-def test_demanded_calls_come_and_follow_their_schema(client: openai.OpenAI) -> None:
+def test_demanded_calls_come_and_follow_their_schema(client: openai.OpenAI, hermes: Server) -> None:
     closed = {"chat_template_kwargs": {"thinks": False}}
     seen = set()
     for seed in range(6):
@@ -193,8 +193,14 @@ def test_demanded_calls_come_and_follow_their_schema(client: openai.OpenAI) -> N
         assert (content, [call["name"] for call in calls], finish) == ("", ["weather"], "tool_calls")
         assert_follows("weather", calls[0]["arguments"])
     assert seen == {"weather", "stop"}
-    several = chat(client, tool_choice="required", tools=TOOLS, extra_body=closed | {"logit_bias": {"290": 4.0}})
-    assert len(several.choices[0].message.tool_calls) > 1
+    # Where the model does not want to end, and wastes no white space.
+    blanks = [token for blank in " \t\r\n" for token in hermes.post("/tokenize", {"prompt": blank}).json()["tokens"]]
+    bias = {str(token): -50.0 for token in blanks} | {"2": -100.0}
+    several = chat(client, tool_choice="required", tools=TOOLS[1:], logit_bias=bias, extra_body=closed)
+    calls = several.choices[0].message.tool_calls
+    assert len(calls) > 1
+    for call in calls:
+        assert_follows("stop", call.function.arguments)
 
 
 def test_calls_and_their_results_are_told_to_the_model(client: openai.OpenAI, hermes: Server) -> None:

@@ -168,7 +168,9 @@ mod tests {
             Part::Reasoning => reasoning.push_str(text),
             Part::Answer => answer.push_str(text),
         };
-        pieces.iter().for_each(|piece| splitter.push(piece, &mut told));
+        for piece in pieces {
+            splitter.push(piece, &mut told);
+        }
         splitter.finish(&mut told);
         (reasoning, answer)
     }
@@ -181,7 +183,7 @@ mod tests {
         (ReasoningFormat::Qwen3, "a<think>\n", "well</think>yes", "well", "yes"),
         (ReasoningFormat::Qwen3, "a<think>\n\n</think>\n\n", "<think>yes", "", "<think>yes"),
         (ReasoningFormat::Qwen3, "", "<think>\n\n</think>\n\nyes", "", "yes"),
-        (ReasoningFormat::Qwen3, "", "<think>cut off \n </thi", "cut off \n </thi", ""),
+        (ReasoningFormat::Qwen3, "", "<think>cut off \n </think", "cut off \n </think", ""),
         (ReasoningFormat::DeepseekR1, "", "well\n\nthen\n</think>\n\nyes</think>", "well\n\nthen", "yes</think>"),
         (ReasoningFormat::DeepseekR1, "<think>\n", "<think>\nwell</think>yes", "well", "yes"),
         (ReasoningFormat::DeepseekR1, "", "never ending \n", "never ending", ""),

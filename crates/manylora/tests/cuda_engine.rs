@@ -64,6 +64,7 @@ const CASES: &[Row] = &[
     ("serving::adapters_from_memory", serving::adapters_from_memory, Some(Build::Plain), BACKGROUND),
     ("sampling::lists_give_the_tokens_of_rows", sampling::lists_give_the_tokens_of_rows, Some(Build::Plain), BACKGROUND),
     ("sampling::ties_that_fill_a_list_are_read_from_rows", sampling::ties_that_fill_a_list_are_read_from_rows, Some(Build::Plain), DEFERRED),
+    ("sampling::structured_output_is_masked_on_the_host", sampling::structured_output_is_masked_on_the_host, Some(Build::Plain), BACKGROUND),
     ("failing::every_function_in_turn", failing::every_function_in_turn, Some(Build::Plain), &[("EMU_QUIET", "1"), ("EMU_SCHEDULE", "background")]),
     ("failing::aborts_and_shutdown", failing::aborts_and_shutdown, Some(Build::Plain), BACKGROUND),
 ];

@@ -54,6 +54,7 @@ fn run(engine: &Engine, adapter: Option<&str>, params: SamplingParams) -> Vec<De
     engine.submit(request).expect("a good request").collect_all().expect("it finishes")
 }
 
+#[expect(clippy::needless_pass_by_value, reason = "callers build what they ask for on the spot")]
 fn text(engine: &Engine, outputs: StructuredOutputs, seed: Option<i64>) -> String {
     let sample = run(engine, None, params(outputs.clone(), seed)).remove(0);
     assert_eq!(sample.finish_reason, Some(FinishReason::Stop), "{outputs:?}, seed {seed:?}: `{}`", sample.text);

@@ -4,7 +4,9 @@ use super::*;
 fn parse(format: ToolFormat, pieces: &[&str], most: usize, whole: bool) -> (String, Vec<(String, String)>) {
     let mut parser = CallParser::new(format, ["f".to_owned(), "g".to_owned()].into(), most, whole);
     let mut told = Vec::new();
-    pieces.iter().for_each(|piece| parser.push(piece, &mut told));
+    for piece in pieces {
+        parser.push(piece, &mut told);
+    }
     parser.finish(&mut told);
     let (mut text, mut calls) = (String::new(), Vec::<(String, String)>::new());
     for piece in told {

@@ -152,6 +152,11 @@ impl RunningSequence {
         }
     }
 
+    /// Does of the next token's work what needs no logits.
+    pub(crate) fn prepare(&mut self) {
+        self.sampler.prepare();
+    }
+
     /// What the next token needs of its row.
     pub(crate) fn need(&self) -> RowNeed {
         self.sampler.need()

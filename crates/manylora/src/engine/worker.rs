@@ -315,6 +315,13 @@ impl Worker {
             }
         }
         self.runner.forward(&self.step.batch)?;
+        // While a card computes.
+        for sample in self.step.sample_rows.iter().filter(|sample| sample.samples) {
+            let planned = &self.plan.sequences[sample.sequence as usize];
+            if let Some(sequence) = self.running.get_mut(&planned.request) {
+                sequence.prepare();
+            }
+        }
         self.outcome.step = self.plan.step;
         self.outcome.sequences.clear();
         self.outcome.tokens.clear();

@@ -158,6 +158,13 @@ impl SequenceSampler {
         Self { constraint, ..self }
     }
 
+    /// Does of the next token's work what needs no logits; [`Self::sample`] does it otherwise.
+    pub(crate) fn prepare(&mut self) {
+        if let Some(constraint) = &mut self.constraint {
+            constraint.prepare();
+        }
+    }
+
     /// Whether the output is structured and nothing can follow what was chosen.
     pub(crate) fn is_complete(&self) -> bool {
         self.constraint.as_ref().is_some_and(Constraint::is_complete)
@@ -187,9 +194,7 @@ impl SequenceSampler {
 
     /// Chooses the next token from a row of raw logits (shape: vocabulary) and counts it.
     pub fn sample(&mut self, logits: &[f32], scratch: &mut SamplerScratch) -> Sampled {
-        if let Some(constraint) = &mut self.constraint {
-            constraint.prepare();
-        }
+        self.prepare();
         let token = self.choose(logits, scratch);
         let logprobs = self.logprobs.map(|top| token_logprobs(logits, token, top, self.logprobs_mode, scratch));
         self.accept(token);

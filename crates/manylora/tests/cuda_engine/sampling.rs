@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use manylora::{Engine, EngineConfig, GenerateRequest, SamplingParams};
+use manylora::{Engine, EngineConfig, GenerateRequest, SamplingParams, StructuredOutputs};
 use safetensors::SafeTensors;
 
 use crate::common::{Oracle, answers, engine, load, request};
@@ -131,4 +131,27 @@ pub(crate) fn ties_that_fill_a_list_are_read_from_rows() {
     assert_eq!(found, tokens(&processor, requests()));
     let distinct: std::collections::BTreeSet<u32> = found.into_iter().flatten().collect();
     assert!(distinct.len() > 20, "all tokens are as likely: {distinct:?}");
+}
+
+/// Rows of a structured output are fetched and masked; what runs beside them gets the tokens that it gets alone.
+pub(crate) fn structured_output_is_masked_on_the_host() {
+    let oracle = Oracle::open("llama");
+    let engine = on_card(&oracle, |config| config.batch_invariant = true);
+    let expression = || StructuredOutputs { regex: Some("[a-d]{9}".to_owned()), ..StructuredOutputs::default() };
+    let structured = |params: SamplingParams| {
+        let params = SamplingParams { max_tokens: Some(3 * LENGTH), structured_outputs: Some(expression()), ..params };
+        request(&oracle.prompt("few"), None, params)
+    };
+    let greedy = || SamplingParams { temperature: 0.0, ..random(0, 0) };
+    let listed = || request(&oracle.prompt("few"), None, random(20, 1));
+    let alone = tokens(&engine, vec![listed()]).remove(0);
+    count();
+    let found = tokens(&engine, vec![structured(greedy()), structured(random(20, 2)), listed()]);
+    check_fetched(|_, _, copies| copies >= 9);
+    let tokenizer = engine.tokenizer().expect("a tokenizer");
+    for tokens in &found[..2] {
+        let text = tokenizer.decode(tokens, true, true).expect("text");
+        assert!(text.len() == 9 && text.bytes().all(|byte| b"abcd".contains(&byte)), "{text}");
+    }
+    assert_eq!(found[2], alone);
 }
