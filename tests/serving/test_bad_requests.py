@@ -68,6 +68,10 @@ def test_what_is_not_json_is_told_with_its_place(server: Server, body: bytes, to
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": "hot"}, "temperature"),
         ({"n": 0}, "n"),
+        ({"n": 10**14}, "n"),
+        ({"n": 10**30}, "n"),
+        ({"prompt": [[5]] * 16_385}, "n"),
+        ({"prompt": [[5]] * 200, "n": 100}, "n"),
         ({"stop": [1]}, "stop"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"stream": "yes"}, "stream"),
@@ -192,7 +196,7 @@ def test_heads_have_bounds(server: Server) -> None:
     for head, status in (
         (b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"x" * (1 << 20) + b"\r\n\r\n", b"431"),
         (b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X: y\r\n" * 200 + b"\r\n", b"431"),
-        (b"GET /" + b"x" * (1 << 20) + b" HTTP/1.1\r\nHost: x\r\n\r\n", b"414"),
+        (b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", b"414"),
         (b"GET /health HTTP/9.9\r\n\r\n", b"400"),
     ):
         connection = connect(server)
@@ -203,6 +207,25 @@ def test_heads_have_bounds(server: Server) -> None:
                 pass
         connection.close()
     assert server.client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [("POST /nowhere", b"404"), ("PUT /v1/completions", b"405"), ("POST /v1/load_lora_adapter", b"404")],
+)
+def test_a_refused_body_does_not_cost_the_connection(server: Server, line: str, status: bytes) -> None:
+    connection = connect(server)
+    connection.sendall(
+        f"{line} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 4\r\n\r\n".encode()
+    )
+    time.sleep(0.2)
+    connection.sendall(b"{  }")
+    answer = connection.recv(10_000)
+    assert answer.split()[1] == status
+    assert b"connection: close" not in answer.lower()
+    connection.sendall(b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert connection.recv(1000).startswith(b"HTTP/1.1 200 OK")
+    connection.close()
 
 
 def test_who_never_reads_a_stream_holds_nobody_up(server: Server) -> None:

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use axum::body::Body;
+use axum::body::{Body, Bytes, HttpBody as _};
 use axum::http::{HeaderMap, header};
 use http_body_util::{BodyExt, LengthLimitError, Limited};
 use serde_json::Value;
@@ -12,22 +12,48 @@ use crate::fields::Fields;
 
 /// How long a body may take to arrive.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// How long one may take that nobody wants.
+const DISCARD_PATIENCE: Duration = Duration::from_secs(5);
 
 /// Reads a body as a JSON object.
 pub(crate) async fn read(headers: &HeaderMap, body: Body, most: usize) -> Result<Fields, ApiError> {
-    check_type(headers)?;
+    if let Err(error) = check_type(headers) {
+        discard(body, most).await;
+        return Err(error);
+    }
+    let too_large = || ApiError::too_large(format!("the body has more than the `{most}` bytes that are allowed"));
+    // Where its length is told, nothing of it is kept.
+    if body.size_hint().lower() > most as u64 {
+        discard(body, most).await;
+        return Err(too_large());
+    }
     let whole = tokio::time::timeout(PATIENCE, Limited::new(body, most).collect()).await;
     let bytes = match whole {
         Err(_) => {
             return Err(ApiError::timeout(format!("the body did not arrive within {} s", PATIENCE.as_secs())));
         }
-        Ok(Err(error)) if error.is::<LengthLimitError>() => {
-            return Err(ApiError::too_large(format!("the body has more than the `{most}` bytes that are allowed")));
-        }
+        Ok(Err(error)) if error.is::<LengthLimitError>() => return Err(too_large()),
         Ok(Err(error)) => return Err(ApiError::bad_request(format!("the body could not be read: {error}"))),
         Ok(Ok(collected)) => collected.to_bytes(),
     };
     parse(&bytes)
+}
+
+/// Reads a body that nobody wants, up to so many bytes and for a moment: an answer that comes while a client still sends can
+/// get lost, and the connection with it. Returns whether that was all of it.
+pub(crate) async fn discard(mut body: Body, most: usize) -> bool {
+    let all = async {
+        let mut left = most;
+        while let Some(Ok(frame)) = body.frame().await {
+            let length = frame.data_ref().map_or(0, Bytes::len);
+            if length > left {
+                return false;
+            }
+            left -= length;
+        }
+        body.is_end_stream()
+    };
+    tokio::time::timeout(DISCARD_PATIENCE, all).await.unwrap_or(false)
 }
 
 fn check_type(headers: &HeaderMap) -> Result<(), ApiError> {
@@ -72,6 +98,37 @@ mod tests {
 
     fn message(body: &str) -> String {
         parse(body.as_bytes()).expect_err("not JSON").to_json()["error"]["message"].as_str().expect("text").to_owned()
+    }
+
+    fn json() -> HeaderMap {
+        HeaderMap::from_iter([(header::CONTENT_TYPE, header::HeaderValue::from_static("application/json"))])
+    }
+
+    // Time passes when nothing else happens.
+    #[tokio::test(start_paused = true)]
+    async fn a_body_that_drips_is_waited_for_only_so_long() {
+        let drops = futures_util::stream::unfold((), |()| async {
+            tokio::time::sleep(Duration::from_secs(7)).await;
+            Some((Ok::<_, std::convert::Infallible>(" "), ()))
+        });
+        let start = tokio::time::Instant::now();
+        let error = read(&json(), Body::from_stream(drops), 1000).await.expect_err("no body").to_json();
+        assert_eq!(error["error"]["code"], 408);
+        assert!(start.elapsed() < PATIENCE + Duration::from_secs(1));
+    }
+
+    #[tokio::test]
+    async fn a_body_may_have_so_many_bytes_and_no_more() {
+        let body = format!("{{\"a\": \"{}\"}}", "x".repeat(90));
+        for (most, status) in [(body.len(), None), (body.len() - 1, Some(413))] {
+            let parts: Vec<_> =
+                body.as_bytes().chunks(10).map(|part| Ok::<_, std::convert::Infallible>(part.to_vec())).collect();
+            let streamed = Body::from_stream(futures_util::stream::iter(parts));
+            for given in [Body::from(body.clone()), streamed] {
+                let code = read(&json(), given, most).await.err().map(|error| error.to_json()["error"]["code"].clone());
+                assert_eq!(code, status.map(serde_json::Value::from), "{most}");
+            }
+        }
     }
 
     #[test]

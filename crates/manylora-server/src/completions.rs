@@ -17,7 +17,7 @@ use crate::body;
 use crate::error::ApiError;
 use crate::events::{self, Events, StreamOptions, Writer};
 use crate::fields::{Fields, tokens};
-use crate::generation::Generation;
+use crate::generation::{self, Generation};
 use crate::keys::Caller;
 use crate::logprobs::{self, CompletionLogprobs, Speller};
 use crate::sampling;
@@ -193,6 +193,8 @@ pub(crate) async fn create(
     let Asked { target, prompts, params, echo, logprobs, stream, shape, cache_salt, priority } =
         read(&app, &caller, &mut fields)?;
     let samples = params.n;
+    // Each prompt gets all that was said of sampling.
+    generation::check_size(prompts.len().saturating_mul(samples))?;
     let texts = prompts.iter().map(|prompt| match prompt {
         Prompt::Text { text, .. } if echo.prompt => Some(text.clone()),
         _ => None,

@@ -12,6 +12,20 @@ use crate::error::ApiError;
 use crate::keys::Caller;
 use crate::metrics::Account;
 
+/// Sequences that one request may ask for: what is made for each of them is made before any of them runs.
+const MOST_SEQUENCES: usize = 16_384;
+
+/// Whether a request asks for more sequences than one may.
+pub(crate) fn check_size(sequences: usize) -> Result<(), ApiError> {
+    if sequences > MOST_SEQUENCES {
+        return Err(ApiError::bad_request(format!(
+            "the request asks for `{sequences}` sequences (prompts times `n`), one may ask for {MOST_SEQUENCES} at most"
+        ))
+        .about("n"));
+    }
+    Ok(())
+}
+
 /// A request's stream, with the number of its prompt.
 struct Tagged {
     prompt: usize,
@@ -47,7 +61,9 @@ impl Generation {
         requests: Vec<GenerateRequest>,
         streaming: bool,
     ) -> Result<Self, ApiError> {
-        let pending = app.admit(caller, requests.iter().map(|request| request.params.n).sum())?;
+        let sequences = requests.iter().fold(0_usize, |sum, request| sum.saturating_add(request.params.n));
+        check_size(sequences)?;
+        let pending = app.admit(caller, sequences)?;
         let mut account = Account::open(app, &requests);
         let submitted = app.blocking(move |app| app.engine.submit_all(requests, streaming)).await;
         let streams = submitted.inspect_err(|_| account.void())?;

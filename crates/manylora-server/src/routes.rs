@@ -6,7 +6,7 @@ use std::sync::Arc;
 use axum::Router;
 use axum::extract::{ConnectInfo, Request, State};
 use axum::handler::Handler;
-use axum::http::{HeaderName, HeaderValue};
+use axum::http::{HeaderName, HeaderValue, header};
 use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{self, MethodRouter};
@@ -16,9 +16,12 @@ use tower_http::cors::CorsLayer;
 use crate::app::App;
 use crate::config::ServerConfig;
 use crate::error::{ApiError, ServerError};
-use crate::{adapters, answer, chat, completions, cors, metrics, models, openapi, prefix, status, tokens};
+use crate::{adapters, answer, body, chat, completions, cors, metrics, models, openapi, prefix, status, tokens};
 
 pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+
+/// Bytes of a body that are read although nobody wants them.
+const MOST_DISCARDED: usize = 1 << 20;
 
 /// Who may go somewhere.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -133,7 +136,7 @@ async fn only_users(State(app): State<Arc<App>>, mut request: Request, next: Nex
             request.extensions_mut().insert(caller);
             next.run(request).await
         }
-        Err(error) => error.into_response(),
+        Err(error) => refuse(request, error).await,
     }
 }
 
@@ -147,16 +150,29 @@ async fn only_managers(State(app): State<Arc<App>>, request: Request, next: Next
     };
     match allowed {
         Ok(()) => next.run(request).await,
-        Err(error) => error.into_response(),
+        Err(error) => refuse(request, error).await,
     }
 }
 
-async fn nowhere(request: Request) -> ApiError {
-    ApiError::not_found(format!("Not Found: there is no {} {}", request.method(), request.uri().path()))
+async fn nowhere(request: Request) -> Response {
+    let error = ApiError::not_found(format!("Not Found: there is no {} {}", request.method(), request.uri().path()));
+    refuse(request, error).await
 }
 
-async fn wrong_method(request: Request) -> ApiError {
-    ApiError::method_not_allowed(format!("Method Not Allowed: {} {}", request.method(), request.uri().path()))
+async fn wrong_method(request: Request) -> Response {
+    let error =
+        ApiError::method_not_allowed(format!("Method Not Allowed: {} {}", request.method(), request.uri().path()));
+    refuse(request, error).await
+}
+
+/// Answers whoever gets no further. Clients send a request's body without waiting, and go on with the connection.
+async fn refuse(request: Request, error: ApiError) -> Response {
+    let whole = body::discard(request.into_body(), MOST_DISCARDED).await;
+    let mut response = error.into_response();
+    if !whole {
+        response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+    }
+    response
 }
 
 /// Gives the answer the request's id, or a fresh one.
