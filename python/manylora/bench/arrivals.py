@@ -17,7 +17,7 @@ def due_times(count: int, rate: float, burstiness: float, source: random.Random)
     """
     if math.isinf(rate):
         return [0.0] * count
-    times = list(itertools.accumulate(source.gammavariate(burstiness, 1 / (rate * burstiness)) for _ in range(count)))
+    times = list(itertools.accumulate(source.gammavariate(burstiness, 1.0) for _ in range(count)))
     if not times or times[-1] == 0:
         return times
     scale = count / rate / times[-1]

@@ -39,9 +39,9 @@ class Lengths:
             ValidationError: it is neither, or below 1.
 
         """
-        low, _, high = text.partition(":")
+        low, colon, high = text.partition(":")
         try:
-            lengths = cls(int(low), int(high or low))
+            lengths = cls(int(low), int(high if colon else low))
         except ValueError:
             lengths = cls(0, 0)
         if not 1 <= lengths.low <= lengths.high:

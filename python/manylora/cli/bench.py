@@ -63,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output and not Path(arguments.output).absolute().parent.is_dir():
         raise ValidationError(f"--output `{arguments.output}`: there is no folder `{Path(arguments.output).parent}`")
     settings = _settings(arguments)
+    _lengths(arguments)
     measured, start, end, models = asyncio.run(_measure(arguments))
     percents = arguments.metric_percentiles
     result = (
@@ -122,11 +123,14 @@ def _target(arguments: argparse.Namespace) -> Target:
     )
 
 
+def _lengths(arguments: argparse.Namespace) -> list[Lengths]:
+    texts = (arguments.input_len, arguments.output_len)
+    return [Lengths.read(text).around(arguments.random_range_ratio) for text in texts]
+
+
 def _prompts(arguments: argparse.Namespace, tokens: list[int] | None, source: random.Random) -> list[Prompt]:
     count = arguments.num_prompts + arguments.num_warmups
-    inputs, outputs = (
-        Lengths.read(text).around(arguments.random_range_ratio) for text in (arguments.input_len, arguments.output_len)
-    )
+    inputs, outputs = _lengths(arguments)
     if arguments.dataset_path and arguments.dataset_name != "random":
         return dataset_prompts(Path(arguments.dataset_path), count, outputs, source, not arguments.disable_shuffle)
     if arguments.dataset_name == "custom":
