@@ -133,18 +133,37 @@ def resolve_adapter(path: str, name: str, *, token: str | bool | None = None) ->
 
     """
     folder = resolve(path, ADAPTER_FILES, what="adapter", token=token)
-    if local_path(path) or looks_local(path) or any(folder.glob("*.safetensors")):
-        return folder
-    with _errors(path, "adapter", None):
-        files = _files(path, None, token, None)
+    if not (local_path(path) or looks_local(path) or any(folder.glob("*.safetensors"))):
+        _refuse_pickles(path, name, token)
+    return folder
+
+
+def _refuse_pickles(repository: str, name: str, token: str | bool | None) -> None:
+    with _errors(repository, "adapter", None):
+        files = _files(repository, None, token, None)
     pickle = next((file for file in PICKLES if file in files), None)
     if pickle and "adapter_model.safetensors" not in files:
         raise AdapterError(
             name,
             [pickle],
-            f"`{path}` has its weights in `{pickle}` only; pickles can run code and are never opened: save it again "
-            "with PEFT (safe_serialization=True) to get `adapter_model.safetensors`",
+            f"`{repository}` has its weights in `{pickle}` only; pickles can run code and are never opened: save it "
+            "again with PEFT (safe_serialization=True) to get `adapter_model.safetensors`",
         )
+
+
+def fetch_adapter(repository: str, name: str, *, token: str | bool | None = None) -> Path:
+    """Return the local folder for an adapter's repository on the hub, whatever lies on this machine under that name.
+
+    Raises:
+        HubError: as `resolve`.
+
+    """
+    import huggingface_hub
+
+    with _errors(repository, "adapter", None):
+        folder = Path(huggingface_hub.snapshot_download(repository, token=token, allow_patterns=ADAPTER_FILES))
+    if not any(folder.glob("*.safetensors")):
+        _refuse_pickles(repository, name, token)
     return folder
 
 

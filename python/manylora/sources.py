@@ -9,6 +9,7 @@ and what is in the cache is used without asking anybody.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -18,12 +19,14 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from manylora import hub
 from manylora.cache import cache_dir
 from manylora.exceptions import AdapterError, AdapterNotFoundError, HubError
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
 _PIN = re.compile(r"sha256=([0-9a-f]{64})\Z")
 _CONFIG = "adapter_config.json"
 _TENSORS = "adapter_model.safetensors"
@@ -33,6 +36,8 @@ _STAMPS = (
     "Last-Modified", "mtime", "mtimeMs", "updated", "created",
 )  # fmt: skip
 _CHUNK = 1 << 20
+# No adapter is larger; whoever sends without an end is not waited for.
+_MOST_BYTES = 16 << 30
 
 
 def is_url(path: str) -> bool:
@@ -40,13 +45,15 @@ def is_url(path: str) -> bool:
     return bool(_URL.match(path))
 
 
-def fetch_adapter(url: str, name: str, *, token: str | bool | None = None) -> Path:
+def fetch_adapter(url: str, name: str, *, token: str | bool | None = None, redirects: bool = True) -> Path:
     """Return the local folder for an adapter that lies elsewhere.
 
     Args:
-        url: a folder with `adapter_config.json` and `adapter_model.safetensors`; `hf://owner/name` is a hub id.
+        url: a folder with `adapter_config.json` and `adapter_model.safetensors`; `hf://owner/name` is a hub id. It has
+            no credentials in it: those are for the file system's own settings and the environment.
         name: the adapter's, for errors.
         token: hub token.
+        redirects: whether web servers may send on to another place.
 
     Raises:
         AdapterNotFoundError: it is not there.
@@ -54,25 +61,72 @@ def fetch_adapter(url: str, name: str, *, token: str | bool | None = None) -> Pa
         HubError: it cannot be reached, or what reads such URLs is not installed.
 
     """
-    if url.lower().startswith("hf://"):
-        return hub.resolve_adapter(url[len("hf://") :], name, token=token)
     place, _, fragment = url.partition("#")
+    _check_plain(place, name)
     pin = _PIN.match(fragment)
     if fragment and not pin:
         raise HubError(f"adapter `{name}`: `{url}` ends in `#{fragment}`; only `#sha256=` and 64 hex digits can follow")
+    expected = pin[1] if pin else None
+    if place.lower().startswith("hf://"):
+        return _from_hub(place, name, token, expected)
     kept = _Kept(place.rstrip("/"))
-    if pin and (folder := kept.folder(pin[1])):
-        return folder
-    with _errors(url, name):
-        import fsspec
-
-        system, path = fsspec.core.url_to_fs(place.rstrip("/"))
-        stamps = {file: _stamp(system.info(f"{path}/{file}")) for file in (_CONFIG, _TENSORS)}
-        # Without a stamp nobody can tell whether it has changed.
-        known = None not in stamps.values()
-        if known and (folder := kept.folder(pin[1] if pin else None, stamps)):
+    with kept.locked():
+        if expected and (folder := kept.folder(expected)):
             return folder
-        return kept.take(system, path, stamps, pin[1] if pin else None, name)
+        with _errors(url, name):
+            import fsspec
+
+            system, path = fsspec.core.url_to_fs(place.rstrip("/"), **_options(place, redirects))
+            stamps = {file: _stamp(system.info(f"{path}/{file}")) for file in (_CONFIG, _TENSORS)}
+            # Without a stamp nobody can tell whether it has changed.
+            known = None not in stamps.values()
+            if known and (folder := kept.folder(expected, stamps)):
+                return folder
+            return kept.take(system, path, stamps, expected, name)
+
+
+def _check_plain(place: str, name: str) -> None:
+    """Refuse what would be shown to whoever lists adapters."""
+    parts = urlsplit(place)
+    if parts.username is not None or parts.password is not None or parts.query:
+        shown = f"{parts.scheme}://{parts.hostname or ''}{parts.path}"
+        raise HubError(
+            f"adapter `{name}`: the URL of `{shown}` has credentials or a query in it; URLs are shown to users, so "
+            "give access by the environment or the file system's own settings"
+        )
+
+
+def _from_hub(place: str, name: str, token: str | bool | None, expected: str | None) -> Path:
+    repository = place[len("hf://") :].rstrip("/")
+    if not _REPOSITORY.match(repository):
+        raise HubError(f"adapter `{name}`: `{place}` is not hf://owner/name")
+    folder = hub.fetch_adapter(repository, name, token=token)
+    if expected is not None and (folder / _TENSORS).exists():
+        _check_digest(name, place, _digest(folder / _TENSORS), expected)
+    return folder
+
+
+def _check_digest(name: str, place: str, found: str, expected: str) -> None:
+    if found != expected:
+        reason = f"`{_TENSORS}` of `{place}` has the sha256 `{found}`; `{expected}` was asked for"
+        raise AdapterError(name, [_TENSORS], reason)
+
+
+def _options(place: str, redirects: bool) -> dict[str, Any]:
+    if redirects or not place.lower().startswith(("http://", "https://")):
+        return {}
+    return {"allow_redirects": False, "get_client": _client_that_stays}
+
+
+async def _client_that_stays(**settings: Any) -> Any:
+    """Make a client for which an answer that leads elsewhere is an error."""
+    import aiohttp
+
+    async def check(answer: Any) -> None:
+        if 300 <= answer.status < 400:
+            raise PermissionError(f"{answer.url} leads on to another place, which is not followed")
+
+    return aiohttp.ClientSession(**settings, raise_for_status=check)
 
 
 class _Kept:
@@ -82,51 +136,68 @@ class _Kept:
         self.place = place
         self.root = cache_dir() / "adapters" / hashlib.sha256(place.encode()).hexdigest()[:32]
 
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other threads and processes out: what one fetches the next one finds."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        with (self.root / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
     def folder(self, tensors: str | None, stamps: dict[str, str | None] | None = None) -> Path | None:
         """Return a folder with this digest of the tensors or these stamps, if there is one and it is whole."""
-        for record in sorted(self.root.glob("*/source.json")):
+        for record in sorted(self.root.glob("[!.]*/source.json")):
             try:
                 told = json.loads(record.read_text())
                 digests: dict[str, str] = told["sha256"]
-                if tensors is not None and digests[_TENSORS] != tensors:
-                    continue
-                if stamps is not None and told["stamps"] != stamps:
-                    continue
-                if all(_digest(record.parent / file) == digest for file, digest in digests.items()):
-                    return record.parent
+                is_asked_for = tensors in (None, digests[_TENSORS]) and stamps in (None, told["stamps"])
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
-                pass
-            # A record that cannot be read, or files that are not what arrived.
-            shutil.rmtree(record.parent, ignore_errors=True)
+                continue
+            if is_asked_for:
+                if _is_whole(record.parent, digests):
+                    return record.parent
+                shutil.rmtree(record.parent)
         return None
 
     def take(self, system: Any, path: str, stamps: dict[str, str | None], tensors: str | None, name: str) -> Path:
         """Fetch the files into a folder named by what is in them."""
-        self.root.mkdir(parents=True, exist_ok=True)
+        from fsspec.callbacks import Callback
+
+        class Bounded(Callback):  # type: ignore[misc]
+            """Ends what does not end."""
+
+            def relative_update(self, inc: int = 1) -> None:
+                super().relative_update(inc)
+                if self.value > _MOST_BYTES:
+                    raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+
         arriving = Path(tempfile.mkdtemp(prefix=".arriving-", dir=self.root))
         try:
             for file in stamps:
-                system.get_file(f"{path}/{file}", str(arriving / file))
+                system.get_file(f"{path}/{file}", str(arriving / file), callback=Bounded())
+            if any(_stamp(system.info(f"{path}/{file}")) != stamp for file, stamp in stamps.items()):
+                # A configuration and tensors that do not belong together are worse than none.
+                raise ValueError("it was changed while it was fetched; try again")
             digests = {file: _digest(arriving / file) for file in stamps}
-            if tensors is not None and digests[_TENSORS] != tensors:
-                raise AdapterError(
-                    name,
-                    [_TENSORS],
-                    f"`{_TENSORS}` of `{self.place}` has the sha256 `{digests[_TENSORS]}`; `{tensors}` was asked for",
-                )
+            if tensors is not None:
+                _check_digest(name, self.place, digests[_TENSORS], tensors)
             told = {"url": self.place, "stamps": stamps, "sha256": digests}
             (arriving / "source.json").write_text(json.dumps(told, indent=1))
             arriving.chmod(0o755)
-            content = hashlib.sha256("".join(digests.values()).encode()).hexdigest()[:32]
-            folder = self.root / content
-            try:
-                os.rename(arriving, folder)
-            except OSError:
-                # The same content was there, perhaps with other stamps; it is in use, and stays.
+            folder = self.root / hashlib.sha256("".join(digests.values()).encode()).hexdigest()[:32]
+            if folder.exists() and _is_whole(folder, digests):
+                # The same content, with other stamps; it is in use, and stays.
                 os.replace(arriving / "source.json", folder / "source.json")
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.rename(arriving, folder)
             return folder
         finally:
             shutil.rmtree(arriving, ignore_errors=True)
+
+
+def _is_whole(folder: Path, digests: dict[str, str]) -> bool:
+    return all((folder / file).is_file() and _digest(folder / file) == digest for file, digest in digests.items())
 
 
 def _stamp(info: dict[str, Any]) -> str | None:
@@ -153,11 +224,13 @@ def _errors(url: str, name: str) -> Iterator[None]:
     except ImportError as error:
         raise HubError(f"adapter `{name}`: `{url}` cannot be read: {error}") from error
     except FileNotFoundError as error:
+        if isinstance(error.__cause__, PermissionError):
+            raise HubError(f"adapter `{name}`: `{url}` may not be read: {error.__cause__}") from error
         raise AdapterNotFoundError(name, [], f"No adapter found for {url}: there is no {error}") from error
     except PermissionError as error:
         raise HubError(f"adapter `{name}`: `{url}` may not be read: {error}") from error
     except ValueError as error:
-        # No such protocol.
+        # No such protocol, or too much.
         raise HubError(f"adapter `{name}`: `{url}` cannot be read: {error}") from error
     except Exception as error:
         # Each file system has errors of its own.

@@ -27,7 +27,7 @@ def file(tmp_path: Path) -> Path:
         "{name: all, key: k-all}",
         "{name: one, key: k-one, adapters: [alpha], base: false}",
         "{name: some, key: k-some, adapters: [], requests_per_minute: 2}",
-        "{name: few, key: k-few, adapters: [be*], max_concurrent: 1, weight: 2}",
+        "{name: few, key: k-few, adapters: [be*], max_concurrent: 2, weight: 2}",
     )
     return path
 
@@ -58,6 +58,14 @@ def test_a_48_each_key_has_its_adapters(start_server: StartServer, file: Path) -
     for fields in ({"adapter_id": "beta"}, {"lora": [{"id": "beta"}]}):
         assert ask(server, "k-few", "base", **fields).status_code == 200
         assert ask(server, "k-one", "alpha", **fields).status_code == 404
+    # An adapter without strength would be the base under another name.
+    for fields in ({"lora_scale": 0}, {"lora_scale": 1e-30}, {"lora_scale": 2}):
+        weak = ask(server, "k-one", "alpha", **fields)
+        assert weak.status_code == 403, fields
+        assert "leave scales out" in weak.json()["error"]["message"]
+    listed = ask(server, "k-one", None, lora=[{"id": "alpha", "scale": 0}])
+    assert listed.status_code == 403
+    assert ask(server, "k-few", "beta", lora_scale=0).status_code == 200
     one = {"Authorization": "Bearer k-one"}
     assert server.client.get("/v1/models/beta", headers=one).status_code == 404
     assert server.client.post("/tokenize", json={"model": "beta", "prompt": "x"}, headers=one).status_code == 404
@@ -69,15 +77,58 @@ def test_limits_answer_429(start_server: StartServer, file: Path) -> None:
     late = ask(server, "k-some")
     assert late.json()["error"]["type"] == "RateLimitError"
     assert 1 <= int(late.headers["retry-after"]) <= 30
-    body = {"model": "beta", "prompt": PROMPT, "max_tokens": 480, "ignore_eos": True, "stream": True}
-    few = {"Authorization": "Bearer k-few"}
-    with server.client.stream("POST", "/v1/completions", json=body, headers=few) as running:
-        assert running.status_code == 200
-        statuses = {ask(server, "k-few", "beta").status_code for _ in range(3)}
-        running.read()
-    assert statuses <= {200, 429}
-    assert ask(server, "k-few", "beta").status_code == 200
+    # Every sequence counts, so that one request is no way around.
+    for fields in ({"n": 3, "temperature": 1}, {"prompt": [PROMPT] * 3}):
+        much = ask(server, "k-few", "beta", **fields)
+        assert much.status_code == 400
+        assert "`3` sequences" in much.json()["error"]["message"]
+    assert ask(server, "k-few", "beta", n=2, temperature=1).status_code == 200
+    assert ask(server, "k-all", n=3, temperature=1).status_code == 200
+
+
+def test_metrics_are_for_keys_that_may_see_all(start_server: StartServer, file: Path) -> None:
+    server = start_server(*MODULES, "--keys-file", str(file), "--admin-api-key", "k-admin")
+
+    def looked(key: str | None) -> int:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        return server.client.get("/metrics", headers=headers).status_code
+
+    assert [looked(key) for key in (None, "wrong", "k-one", "k-all", "k-admin")] == [401, 401, 403, 200, 200]
+    write(file, "{name: all, key: k-all}")
+    server.process.send_signal(signal.SIGHUP)
+    deadline = time.monotonic() + 20
+    while looked(None) != 200 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert looked(None) == 200
+
+
+def test_a_share_goes_with_the_key(start_server: StartServer, file: Path) -> None:
+    server = start_server(*MODULES, "--keys-file", str(file), "--scheduling-policy", "fcfs")
+    assert "weights of keys have no effect" in server.log
+    write(file, "{name: all, key: k-all, weight: 1}")
+    server.process.send_signal(signal.SIGHUP)
+    deadline = time.monotonic() + 20
+    while ask(server, "k-one", "alpha").status_code != 401 and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert ask(server, "k-all").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "- {name: a, key: sk-TOPSECRET, adapters: [x}",
+        "- {name: a, key: 31337424242}",
+        "- {name: a, key: [sk-TOPSECRET]}",
+    ],
+)
+def test_errors_do_not_show_keys(start_server: StartServer, tmp_path: Path, text: str) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(text)
+    server = start_server("--keys-file", str(path))
+    assert server.process.wait(30) == 1
+    assert "the keys file" in server.log
+    assert "TOPSECRET" not in server.log
+    assert "31337424242" not in server.log
 
 
 def test_keys_change_while_the_server_runs(start_server: StartServer, file: Path) -> None:

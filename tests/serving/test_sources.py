@@ -106,6 +106,16 @@ def test_what_cannot_be_fetched_says_why(place: str, monkeypatch: pytest.MonkeyP
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
+    def do_GET(self) -> None:
+        if self.path.startswith("/adapters/moved/"):
+            self.send_response(302)
+            self.send_header("Location", self.path.replace("adapters/moved", "private/beta"))
+            self.end_headers()
+        else:
+            super().do_GET()
+
+    do_HEAD = do_GET  # noqa: N815
+
     def log_message(self, *_: object) -> None:
         pass
 
@@ -145,6 +155,10 @@ def test_a_48_only_what_lies_below_a_source_is_fetched(served: Server, site: tup
         refused = served.load("beta", wrong)
         assert refused.status_code == 403, (wrong, refused.text)
         assert "lora_path" in refused.json()["error"]["message"]
+    # One that leads elsewhere is not followed.
+    moved = served.load("beta", f"{url}/adapters/moved")
+    assert moved.status_code == 400
+    assert "leads on to another place" in moved.json()["error"]["message"]
     # A hub id is no path below the root, and the hub is no source.
     assert served.load("beta", "owner/name").status_code == 404
     missing = served.load("beta", f"{url}/adapters/nobody")
@@ -169,6 +183,53 @@ def test_what_has_changed_is_fetched_again_and_replaces(served: Server, site: tu
     assert served.text("one") == alpha
     assert served.load("one", f"{url}/adapters/alpha", load_inplace=True).status_code == 200
     assert served.text("one") != alpha
+
+
+def test_the_hub_is_not_this_machine(start_server: StartServer, tmp_path: Path, cache: Path) -> None:
+    """Names that are hub ids and folders of this machine, too, stand for the hub."""
+    root, home = tmp_path / "root", tmp_path / "home"
+    root.mkdir()
+    for place in ("secret/alpha", "beta"):
+        shutil.copytree(ADAPTERS / "alpha", home / place)
+    flags = ("--lora-root", str(root), "--lora-sources", "hf://")
+    server = start_server(*flags, folder=home, HOME=str(home), HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(cache), **ON)
+    for given, status in (
+        ("hf://~/beta", 403), ("hf://secret", 403), ("hf://secret/alpha/x", 403), ("~/beta", 404), ("beta", 404),
+        ("hf://secret/alpha", 400), ("secret/alpha", 400),
+    ):  # fmt: skip
+        refused = server.load("x", given)
+        assert refused.status_code == status, (given, refused.text)
+    assert "the hub cannot be reached" in server.load("x", "secret/alpha").json()["error"]["message"]
+
+
+def test_urls_with_secrets_are_refused(place: str) -> None:
+    for url in ("https://user:hush@host/a", "s3://bucket/a?signature=hush", "https://hush@host/a"):
+        with pytest.raises(HubError, match="credentials or a query") as refused:
+            sources.fetch_adapter(url, "a")
+        assert "hush" not in str(refused.value)
+    for url in ("hf://~/a", "hf://one", "hf://a/b/c", "hf://../a"):
+        with pytest.raises(HubError, match="not hf://owner/name"):
+            sources.fetch_adapter(url, "a")
+
+
+def test_many_may_fetch_one_adapter_at_once(place: str, cache: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    found: list[bool] = []
+
+    def fetch() -> None:
+        for _ in range(20):
+            folder = sources.fetch_adapter(place, "a")
+            found.append(not folder.name.startswith(".") and same(folder, "alpha"))
+
+    threads = [threading.Thread(target=fetch) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for _ in range(10):
+        # The same content, newer.
+        put(memory, "alpha")
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 120
 
 
 def test_nothing_is_fetched_unless_that_is_allowed(start_server: StartServer, site: tuple[str, Path]) -> None:

@@ -185,18 +185,17 @@ impl Memory {
             freed += self.shelf.version(index).bytes;
             room(self, freed, chosen.len())
         };
-        for index in self.shelf.idle(self.settled).filter(|&index| Some(index) != spared) {
+        let may_go = |index: VersionIndex| Some(index) != spared && !self.is_awaited(index);
+        for index in self.shelf.idle(self.settled).filter(|&index| may_go(index)) {
             if result.is_ok() {
                 break;
             }
             result = choose(index);
         }
         if let (Err(_), Victims::Queued { queue, behind, keep }) = (result, victims) {
-            let may_go = self
-                .shelf
-                .queued(self.settled)
-                .filter(|&index| Some(index) != spared && !keep.is_some_and(|lane| queue.needs(lane, index)));
-            let ordered = may_go.filter_map(|index| Some((queue.order_of_version(index)?, index)));
+            let needed = |index| keep.is_some_and(|lane| queue.needs(lane, index));
+            let others = self.shelf.queued(self.settled).filter(|&index| may_go(index) && !needed(index));
+            let ordered = others.filter_map(|index| Some((queue.order_of_version(index)?, index)));
             queued.extend(ordered.filter(|&(order, _)| order > behind));
             queued.sort_unstable();
             for &(_, index) in queued.iter().rev() {
@@ -282,6 +281,8 @@ impl Memory {
         let bytes = self.shelf.bytes_of(id);
         let places = self.places_for(id, self.shelf.version_of(id));
         self.make_room(id, (bytes, places), (victims, keep_blocks), effects)?;
+        // The version whose place it was to take over may have been a victim.
+        let places = self.places_for(id, self.shelf.version_of(id));
         let Some(registration) = self.shelf.registrations.get_mut(&id) else { return Ok(()) };
         registration.loading = Some((bytes, places));
         let version = registration.version;

@@ -82,6 +82,15 @@ impl Memory {
         self.check_beside(id, old).is_ok().then_some(old)
     }
 
+    /// Whether a load that is under way counts on the place of this version.
+    pub(crate) fn is_awaited(&self, version: VersionIndex) -> bool {
+        self.replacements.iter().any(|replacement| {
+            let new = self.shelf.registrations.get(&replacement.new);
+            new.is_some_and(|new| matches!(new.loading, Some((_, 0))))
+                && self.next_replaced_by(replacement.new).and_then(|head| self.shelf.version_of(head)) == Some(version)
+        })
+    }
+
     /// Whether a registration can ever be resident beside what must stay and a version that is resident now.
     fn check_beside(&self, new: RegistrationId, old: VersionIndex) -> Result<(), String> {
         let (mut count, mut bytes) = self.shelf.with_fixed(&std::iter::once(new));

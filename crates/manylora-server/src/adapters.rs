@@ -124,7 +124,7 @@ async fn find(app: &Arc<App>, name: &str, given: &str) -> Result<PathBuf, ApiErr
     let (sources, url) = match (here, sources) {
         (Some(Ok(path)), _) => return Ok(path),
         // What is not here may be on the hub.
-        (Some(Err(error)), Some(sources)) if error.is_not_found() && sources.has_hub() => {
+        (Some(Err(error)), Some(sources)) if error.is_not_found() && sources.may_be_on_hub(given) => {
             let url = sources.allowed(name, given)?;
             (sources, url)
         }

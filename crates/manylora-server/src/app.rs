@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use manylora::{EngineError, EngineHandle, Share};
+use manylora::{EngineError, EngineHandle, SchedulingPolicy, Share};
 
 use crate::auth::Keys;
 use crate::config::ServerConfig;
@@ -89,17 +89,30 @@ impl App {
 
     /// Takes the keys of a keys file in place of those before.
     pub(crate) fn replace_keys(&self, keys: Vec<ApiKey>) -> Result<(), ServerError> {
+        let before = self.keys.weights();
         self.keys.replace(keys)?;
+        let now = self.keys.weights();
+        // Who has left, and comes back, begins as everybody does.
+        for (tenant, _) in before.iter().filter(|(tenant, _)| now.iter().all(|(name, _)| name != tenant)) {
+            self.set_weight(tenant, 1.0)?;
+        }
         self.share()
     }
 
     /// Tells the engine what share of the service each user has.
     fn share(&self) -> Result<(), ServerError> {
-        for (tenant, weight) in self.keys.weights() {
-            let set = self.engine.set_weight(Share::Tenant(&tenant), weight);
-            set.map_err(|error| ServerError::InvalidSetting(error.to_string()))?;
+        let weights = self.keys.weights();
+        if self.engine.config().scheduling_policy != SchedulingPolicy::Fair
+            && weights.iter().any(|(_, weight)| *weight != 1.0)
+        {
+            tracing::warn!("weights of keys have no effect: they are for --scheduling-policy fair");
         }
-        Ok(())
+        weights.iter().try_for_each(|(tenant, weight)| self.set_weight(tenant, *weight))
+    }
+
+    fn set_weight(&self, tenant: &str, weight: f64) -> Result<(), ServerError> {
+        let set = self.engine.set_weight(Share::Tenant(tenant), weight);
+        set.map_err(|error| ServerError::InvalidSetting(error.to_string()))
     }
 
     /// The name that answers have for the base.
@@ -140,7 +153,7 @@ impl App {
                 ))
             }
             _ => {
-                admitted.running = caller.admit()?;
+                admitted.running = caller.admit(sequences)?;
                 Ok(admitted)
             }
         }

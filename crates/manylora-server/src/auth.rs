@@ -124,6 +124,26 @@ impl Keys {
         known.map(|user| Caller(Some(Arc::clone(user)))).ok_or_else(unknown)
     }
 
+    /// Whether somebody may see what is told of all adapters. Where keys are confined to some, that needs one which is not.
+    pub(crate) fn check_watcher(&self, headers: &HeaderMap) -> Result<(), ApiError> {
+        let users = self.users.read().unwrap_or_else(PoisonError::into_inner);
+        if users.iter().all(|user| user.sees_all()) {
+            return Ok(());
+        }
+        drop(users);
+        if let (Some(admin), Some(given)) = (&self.admin, bearer(headers))
+            && same(admin, &digest(given))
+        {
+            return Ok(());
+        }
+        match self.identify(headers)? {
+            Caller(Some(user)) if user.sees_all() => Ok(()),
+            _ => Err(ApiError::forbidden(
+                "the key may see some adapters, and this tells of all; use a key without `adapters`, or the admin key",
+            )),
+        }
+    }
+
     /// Whether somebody may change which adapters there are.
     pub(crate) fn check_admin(&self, headers: &HeaderMap, peer: Option<SocketAddr>) -> Result<(), ApiError> {
         if self.loopback_rule {

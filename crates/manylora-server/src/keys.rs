@@ -26,7 +26,7 @@ pub struct ApiKey {
     /// Requests per minute, in bursts of as many; None = no limit.
     #[serde(default)]
     pub requests_per_minute: Option<f64>,
-    /// Requests at once; None = no limit.
+    /// Sequences at once - each prompt of a request, as often as its `n`; None = no limit.
     #[serde(default)]
     pub max_concurrent: Option<usize>,
     /// Its share of a fair service, where others have 1.
@@ -129,23 +129,30 @@ impl User {
         })
     }
 
-    /// Lets one more request run, or says how long to wait.
-    fn admit(self: &Arc<Self>) -> Result<Running, ApiError> {
-        let Some(key) = &self.named else { return Ok(Running(Arc::clone(&self.running))) };
-        let running = {
-            self.running.fetch_add(1, Ordering::Relaxed);
-            Running(Arc::clone(&self.running))
-        };
-        if let Some(most) = key.max_concurrent
-            && self.running.load(Ordering::Relaxed) > most
-        {
-            return Err(ApiError::too_many(
-                format!(
-                    "`{}` has `{most}` requests running, and may have no more at once; try again in a moment",
+    /// Whether it may know of all adapters.
+    pub(crate) fn sees_all(&self) -> bool {
+        self.named.as_ref().is_none_or(|key| key.adapters.is_none())
+    }
+
+    /// Lets one more request run, with so many sequences, or says how long to wait.
+    fn admit(self: &Arc<Self>, sequences: usize) -> Result<Running, ApiError> {
+        self.running.fetch_add(sequences, Ordering::Relaxed);
+        let running = Running { of: Arc::clone(&self.running), sequences };
+        let Some(key) = &self.named else { return Ok(running) };
+        if let Some(most) = key.max_concurrent {
+            if sequences > most {
+                return Err(ApiError::bad_request(format!(
+                    "the request has `{sequences}` sequences (its prompts, each n times), and `{}` may have `{most}` at once \
+                     (max_concurrent)",
                     key.name
-                ),
-                1,
-            ));
+                )));
+            }
+            if self.running.load(Ordering::Relaxed) > most {
+                return Err(ApiError::too_many(
+                    format!("`{}` may have `{most}` sequences at once; try again in a moment", key.name),
+                    1,
+                ));
+            }
         }
         if let Some(rate) = key.requests_per_minute {
             let mut allowance = self.allowance.lock().unwrap_or_else(PoisonError::into_inner);
@@ -168,11 +175,14 @@ impl User {
 
 /// A request of a user that runs, until this is dropped.
 #[derive(Debug)]
-pub(crate) struct Running(Arc<AtomicUsize>);
+pub(crate) struct Running {
+    of: Arc<AtomicUsize>,
+    sequences: usize,
+}
 
 impl Drop for Running {
     fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
+        self.of.fetch_sub(self.sequences, Ordering::Relaxed);
     }
 }
 
@@ -197,8 +207,8 @@ impl Caller {
     }
 
     /// See [`User::admit`].
-    pub(crate) fn admit(&self) -> Result<Option<Running>, ApiError> {
-        self.0.as_ref().map(User::admit).transpose()
+    pub(crate) fn admit(&self, sequences: usize) -> Result<Option<Running>, ApiError> {
+        self.0.as_ref().map(|user| user.admit(sequences)).transpose()
     }
 }
 
@@ -224,12 +234,15 @@ mod tests {
     #[test]
     fn what_runs_at_once_is_counted_and_given_back() {
         let user = user(r#"{"name": "a", "key": "k", "max_concurrent": 2}"#);
-        let first = user.admit().expect("one");
-        let second = user.admit().expect("two");
-        assert!(user.admit().is_err() && user.admit().is_err());
+        let first = user.admit(1).expect("one");
+        let second = user.admit(1).expect("two");
+        assert_eq!(user.admit(1).expect_err("three").to_json()["error"]["code"], 429);
         drop(first);
-        let third = user.admit().expect("two again");
+        let third = user.admit(1).expect("two again");
         drop((second, third));
+        drop(user.admit(2).expect("two in one"));
+        // What can never be is not put off.
+        assert_eq!(user.admit(3).expect_err("three in one").to_json()["error"]["code"], 400);
         assert_eq!(user.running.load(Ordering::Relaxed), 0);
     }
 
@@ -237,14 +250,14 @@ mod tests {
     fn a_minute_has_so_many_requests_and_a_reload_gives_no_more() {
         let user = user(r#"{"name": "a", "key": "k", "requests_per_minute": 3}"#);
         for _ in 0..3 {
-            user.admit().expect("within the limit");
+            user.admit(1).expect("within the limit");
         }
-        let told = user.admit().expect_err("the fourth").to_json();
+        let told = user.admit(1).expect_err("the fourth").to_json();
         assert_eq!(told["error"]["code"], 429);
         let again: ApiKey =
             serde_json::from_str(r#"{"name": "a", "key": "new", "requests_per_minute": 3}"#).expect("a key");
         let reloaded = Arc::new(User::named(again, &[user]).expect("a good key"));
-        assert!(reloaded.admit().is_err() && reloaded.is(&digest("new")));
+        assert!(reloaded.admit(1).is_err() && reloaded.is(&digest("new")));
     }
 
     #[test]

@@ -69,6 +69,11 @@ impl Sources {
         let url = if Self::is_url(given) { given.to_owned() } else { format!("{HUB}{given}") };
         let refused = |why: &str| ApiError::forbidden(format!("lora_path `{given}` of `{name}` {why}"));
         plain(&url).map_err(refused)?;
+        if let Some(repository) = url.strip_prefix(HUB)
+            && !is_repository(repository.split('#').next().unwrap_or_default())
+        {
+            return Err(refused("is not an adapter of the hub, which are hf://owner/name"));
+        }
         let below = |prefix: &String| {
             let rest = url.strip_prefix(prefix.as_str());
             rest.is_some_and(|rest| prefix == HUB || rest.is_empty() || rest.starts_with(['/', '#']))
@@ -79,9 +84,9 @@ impl Sources {
         Err(refused("is not below a place that adapters may be fetched from (--lora-sources)"))
     }
 
-    /// Whether hub ids may be fetched at all.
-    pub(crate) fn has_hub(&self) -> bool {
-        self.prefixes.iter().any(|prefix| prefix.starts_with(HUB))
+    /// Whether `given` is a hub id, and such may be fetched at all.
+    pub(crate) fn may_be_on_hub(&self, given: &str) -> bool {
+        is_repository(given) && self.prefixes.iter().any(|prefix| prefix.starts_with(HUB))
     }
 
     /// Fetches; may block.
@@ -95,6 +100,15 @@ impl Sources {
 
 const HUB: &str = "hf://";
 
+/// Whether this is `owner/name`.
+fn is_repository(text: &str) -> bool {
+    let good = |part: &str| {
+        let begins = part.starts_with(|first: char| first.is_ascii_alphanumeric());
+        begins && part.chars().all(|letter| letter.is_ascii_alphanumeric() || "._-".contains(letter))
+    };
+    text.split_once('/').is_some_and(|(owner, name)| good(owner) && good(name))
+}
+
 /// A URL's scheme, and what follows.
 fn scheme(text: &str) -> Option<(&str, &str)> {
     let (scheme, rest) = text.split_once("://")?;
@@ -106,7 +120,7 @@ fn scheme(text: &str) -> Option<(&str, &str)> {
 /// Refuses what could mean another place than it says, or says a secret: this URL is shown by `/v1/models`.
 fn plain(url: &str) -> Result<(), &'static str> {
     let place = url.split('#').next().unwrap_or_default();
-    let odd = |letter: char| letter.is_control() || letter.is_whitespace() || "\\%?@*[]{}|".contains(letter);
+    let odd = |letter: char| letter.is_control() || letter.is_whitespace() || "\\%?@*[]{}|~".contains(letter);
     if place.contains("::") || place.chars().any(odd) {
         return Err("may have no spaces, queries, credentials, wildcards or escapes");
     }

@@ -52,7 +52,7 @@ pub(crate) fn read(app: &App, caller: &Caller, fields: &mut Fields) -> Result<Ta
         return Err(unknown(app, caller, &target.name));
     }
     match fields.number("lora_scale")? {
-        None => Ok(target),
+        None => at_strength(caller, target),
         Some(_) if target.adapters.is_empty() => Err(ApiError::bad_request(format!(
             "`lora_scale` is given and `{}` is the base, which has nothing to scale; name an adapter in `model`",
             target.name
@@ -64,9 +64,19 @@ pub(crate) fn read(app: &App, caller: &Caller, fields: &mut Fields) -> Result<Ta
         Some(scale) => {
             let adapters = target.adapters.into_iter();
             let scaled = |it: AdapterSelection| AdapterSelection { scale: it.scale * scale as f32, ..it };
-            Ok(Target { adapters: adapters.map(scaled).collect(), ..target })
+            at_strength(caller, Target { adapters: adapters.map(scaled).collect(), ..target })
         }
     }
+}
+
+/// An adapter with little strength is the base, whatever it is called.
+fn at_strength(caller: &Caller, target: Target) -> Result<Target, ApiError> {
+    if !caller.may_ask_base() && target.adapters.iter().any(|adapter| adapter.scale != 1.0) {
+        return Err(ApiError::forbidden(
+            "this key may not ask the base, so it has adapters at their own strength only: leave scales out",
+        ));
+    }
+    Ok(target)
 }
 
 /// What `model` says.

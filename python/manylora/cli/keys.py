@@ -27,11 +27,25 @@ def read_keys(path: str) -> str:
     try:
         # JSON is YAML too.
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except yaml.YAMLError as error:
+        # Its own text quotes the line, in which there may be a key.
+        mark = getattr(error, "problem_mark", None)
+        place = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "it is not YAML"
+        raise ValidationError(f"the keys file `{path}` cannot be read: {problem}{place}") from None
+    except (OSError, ValueError) as error:
         raise ValidationError(f"the keys file `{path}` cannot be read: {error}") from error
     entries = content.get("keys") if isinstance(content, dict) else content
     if not isinstance(entries, list):
         raise ValidationError(f"the keys file `{path}` must hold a list of keys, or an object with one as `keys`")
+    for place, entry in enumerate(entries, start=1):
+        for field in ("name", "key") if isinstance(entry, dict) else ():
+            # The native side would quote it.
+            if field in entry and not isinstance(entry[field], str):
+                kind = type(entry[field]).__name__
+                raise ValidationError(
+                    f"the keys file `{path}`: `{field}` of entry {place} is no text ({kind}); put it in quotes"
+                )
     return json.dumps(entries)
 
 

@@ -246,6 +246,9 @@ def run(arguments: argparse.Namespace) -> int:
     as_json = arguments.log_format == "json"
     set_log(arguments.log_level or "info", json_lines=as_json)
     asked = plan(arguments)
+    if asked.keys_file:
+        # What would end the process until the server listens for it.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # Before the model is loaded, which takes longer than finding out that the port is taken or a certificate is wrong.
     port = _core.Port(asked.server, _fetcher(asked.engine.get("hf_token")))
     with LLM(model=asked.model, use_tqdm_on_load=not as_json, **asked.engine) as llm:
@@ -276,7 +279,7 @@ def _fetcher(token: str | bool | None) -> Callable[[str, str], tuple[str, str]]:
     def fetch(name: str, url: str) -> tuple[str, str]:
         logger.info("fetching adapter `%s` from %s", name, url)
         try:
-            return "found", str(fetch_adapter(url, name, token=token))
+            return "found", str(fetch_adapter(url, name, token=token, redirects=False))
         except AdapterNotFoundError as error:
             return "missing", str(error)
         except ManyLoRAError as error:

@@ -109,6 +109,36 @@ fn a_27_a_swap_waits_for_room_and_fails_with_the_numbers_if_there_can_never_be()
 }
 
 #[test]
+fn a_27_the_place_that_a_replacement_takes_over_is_nobody_elses() {
+    let mut driver = Driver::new(CoreConfig { max_cpu_loras: Some(2), ..config(64) });
+    let [old, other, late, last] = [2, 3, 4, 5].map(|content| driver.register(content, 50));
+    for adapter in [other, old] {
+        driver.submit(&prompt(1, 4), 2, &[adapter]);
+        driver.finish();
+    }
+    // Both places are taken, by adapters that nobody uses. The new version is on its way when others want a place.
+    driver.instant_loads = false;
+    let new = driver.register(6, 50);
+    replace(&mut driver, old, new);
+    assert_eq!(driver.loads.len(), 1);
+    for (seed, adapter) in [(2, late), (3, last)] {
+        driver.submit(&prompt(seed, 4), 2, &[adapter]);
+        driver.step();
+        driver.core.check_invariants().unwrap();
+    }
+    assert!(driver.core.registration(old).unwrap().slot.is_some(), "it serves until the new one does");
+    assert_eq!(driver.loads.len(), 2, "one of the others has the other place");
+    driver.answer_load(0);
+    assert!(is_replaced(&driver, old, new), "{}", driver.failure(new));
+    driver.core.check_invariants().unwrap();
+    driver.instant_loads = true;
+    while !driver.loads.is_empty() {
+        driver.answer_load(0);
+    }
+    driver.finish();
+}
+
+#[test]
 fn a_27_an_overdue_swap_gets_its_room() {
     // Other adapters take all bytes for ever; once the swap has waited too long, they are kept out.
     let limits = CoreConfig { lora_memory: LoraMemory::Bytes(150), max_deferred_steps: 10, ..config(64) };

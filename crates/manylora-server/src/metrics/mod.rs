@@ -94,6 +94,7 @@ impl Metrics {
 
 /// The page.
 pub(crate) async fn show(State(app): State<Arc<App>>, headers: HeaderMap) -> Result<Response, ApiError> {
+    app.keys.check_watcher(&headers)?;
     let accepted = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
     let open = accepted.into_iter().any(|value| value.contains("application/openmetrics-text"));
     let written = app
