@@ -35,7 +35,7 @@ MIB = 1 << 20
 
 def flags(folder: Path) -> list[str]:
     """A server with room for half of the adapters, and slots for less."""
-    return ["--lora-root", str(folder), "--max-loras", "6", "--max-cpu-loras", "10"]
+    return ["--lora-root", str(folder), "--max-loras", "6", "--lora-memory-bytes", "140000"]
 
 
 @dataclass(frozen=True)
@@ -244,22 +244,28 @@ class Soak:
 
     async def _load(self, name: str, content: Content) -> None:
         binding = self.bindings[name]
-        kind = "loads" if binding.possible == {None} else "replacements"
+        (before,) = binding.possible
+        kind = "loads" if before is None else "replacements"
         binding.may_become(content)
         answer = await self._manage("load", lora_name=name, lora_path=content.folder, load_inplace=True)
-        if answer.status != 200:
+        if answer.status == 200:
+            binding.is_now(content)
+            self.counts[kind] += 1
+        else:
             self._tell(f"loading {name}", answer, binding.possible)
-        binding.is_now(content)
-        self.counts[kind] += 1
+            binding.is_now(before)
 
     async def _unload(self, name: str) -> None:
         binding = self.bindings[name]
+        (before,) = binding.possible
         binding.may_become(None)
         answer = await self._manage("unload", lora_name=name)
-        if answer.status != 200:
+        if answer.status == 200:
+            binding.is_now(None)
+            self.counts["unloads"] += 1
+        else:
             self._tell(f"unloading {name}", answer, binding.possible)
-        binding.is_now(None)
-        self.counts["unloads"] += 1
+            binding.is_now(before)
 
     async def _fail_to_replace(self, name: str) -> None:
         answer = await self._manage("load", lora_name=name, lora_path="broken", load_inplace=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import ssl
 import subprocess
 import sys
 import threading
@@ -13,15 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 
 from .conftest import PROMPT, Server, StartServer
 
 SHORT = ["--num-prompts", "12", "--input-len", "4:8", "--output-len", "6", "--disable-tqdm"]
 
 
-def bench(url: str, *flags: str) -> subprocess.CompletedProcess[str]:
+def bench(url: str, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "manylora", "bench", "serve", "--base-url", url, *SHORT, *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | environment)
 
 
 def result_of(url: str, folder: Path, *flags: str) -> dict[str, Any]:
@@ -157,6 +160,27 @@ def test_what_is_no_stream_is_told(impostor: str) -> None:
     broken = bench(impostor, "--output-len", "7")
     assert broken.returncode == 1
     assert "12 x the connection was closed in the middle of the answer" in broken.stdout
+
+
+def test_certificates_are_checked_unless_told_otherwise(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "authority.pem")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Impostor)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    url = f"https://127.0.0.1:{server.server_address[1]}"
+    try:
+        unknown = bench(url)
+        assert "certificate verify failed" in unknown.stderr.splitlines()[-1]
+        for trusting in (bench(url, "--insecure"), bench(url, SSL_CERT_FILE=str(tmp_path / "authority.pem"))):
+            assert "12 x the answer is no stream of events" in trusting.stdout, trusting.stderr
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 @pytest.mark.parametrize(

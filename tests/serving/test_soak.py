@@ -6,6 +6,7 @@ from pathlib import Path
 
 from .conftest import StartServer
 from .soak import Soak, flags, make_contents
+from .test_metrics import Page
 
 ON = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
 
@@ -26,6 +27,7 @@ def test_200_clients_get_what_they_asked_for_while_20_adapters_change(
     # From the second 20 s to the third: what a leak of one small adapter per change would exceed.
     assert result["resident_mib"]["growth"] < 8, result
     assert result["resident_mib"]["last_third"] < 400
+    assert Page(server).value("manylora:adapter_evictions_total") > 50
     # Nothing is left of it: names, requests, bytes.
     assert server.ids() == ["base"]
     assert server.client.get("/load").json() == {"server_load": 0}

@@ -120,8 +120,10 @@ class _Connection(asyncio.Protocol):
 class Client:
     """Sends requests to one server, over as many connections as there are requests at a time."""
 
-    def __init__(self, url: str, headers: Mapping[str, str] | None = None):
+    def __init__(self, url: str, headers: Mapping[str, str] | None = None, verifies: bool = True):
         """Make a client of the server at `url`, whose path is put before every request's.
+
+        Certificates are checked against the system's authorities, or SSL_CERT_FILE's, unless it `verifies` nothing.
 
         Raises:
             ValidationError: the URL is none of HTTP.
@@ -137,6 +139,9 @@ class Client:
         self.url = url
         self._host = parts.hostname
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        if self._tls is not None and not verifies:
+            self._tls.check_hostname = False
+            self._tls.verify_mode = ssl.CERT_NONE
         self._port = port or (443 if self._tls else 80)
         self._prefix = parts.path.rstrip("/")
         given = {"Host": parts.netloc.rpartition("@")[2], "Accept-Encoding": "identity"} | dict(headers or {})

@@ -119,7 +119,10 @@ def _target(arguments: argparse.Namespace) -> Target:
     }
     endpoint = arguments.endpoint or ("/v1/chat/completions" if is_chat else "/v1/completions")
     return Target(
-        Client(url.removesuffix("/").removesuffix("/v1"), headers), endpoint, sampling, arguments.request_timeout
+        Client(url.removesuffix("/").removesuffix("/v1"), headers, not arguments.insecure),
+        endpoint,
+        sampling,
+        arguments.request_timeout,
     )
 
 

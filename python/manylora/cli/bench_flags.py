@@ -41,6 +41,7 @@ def _add_server(group: Any) -> None:
     group.add_argument(
         "--header", action="append", type=_pair, default=[], metavar="KEY=VALUE", help="another header; may be repeated"
     )
+    group.add_argument("--insecure", action="store_true", help="take any certificate of a server with TLS")
     group.add_argument(
         "--ready-check-timeout-sec",
         type=_from_zero,
