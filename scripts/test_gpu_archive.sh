@@ -78,7 +78,7 @@ assert "emulated" in kernels["card"] and {case["caches"] for case in cases} == {
 assert {case["popularity"] for case in cases} == {None, "identical", "uniform", "skewed", "distinct"}
 assert {case["products"] for case in cases} == {"own", "library"}
 assert all(case["device"] == "cuda" and case["microseconds"] > 0 and case["fraction_of_limit"] > 0 for case in cases)
-assert {case["case"] for case in card["cases"]} == {"ledger", "decode", "goal", "prefill", "cold load"}
+assert {case["case"] for case in card["cases"]} == {"ledger", "decode", "goal", "prefill", "cold load", "driver"}
 ledger = [case for case in card["cases"] if case["case"] == "ledger"]
 assert len(ledger) == 18 and all(case["planned"] == case["held"] for case in ledger), ledger
 mixed = [case for case in card["cases"] if case["case"] == "decode" and case["adapters"] > 0]
