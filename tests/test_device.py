@@ -43,7 +43,9 @@ def test_a_processor_that_was_asked_for_needs_no_reason(make_engine: MakeEngine)
     info = make_engine(device="cpu").llm_engine.core.info()
     assert (info.device, info.device_reason) == ("cpu", None)
     # What only cards look at is accepted in silence.
-    make_engine(device="cpu", gpu_memory_utilization=0.5, batch_invariant=True, fixed_gemm_algorithm=True, enforce_eager=True)
+    make_engine(
+        device="cpu", gpu_memory_utilization=0.5, batch_invariant=True, fixed_gemm_algorithm=True, enforce_eager=True
+    )
 
 
 def test_torch_devices_are_known_by_name() -> None:
