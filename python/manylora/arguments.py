@@ -203,8 +203,8 @@ MEMORY = (
         "fixed_gemm_algorithm",
         False,
         Kind.SWITCH,
-        "cuBLASLt keeps one algorithm for each shape of weight, whatever shares a batch: results are then the same as far "
-        "as its sums are, which only batch_invariant promises; small steps take longer",
+        "cuBLASLt keeps one algorithm for each shape of weight, whatever shares a batch: results are then the same as "
+        "far as its sums are, which only batch_invariant promises; small steps take longer",
         ours=True,
     ),
     _honoured("enable_prefix_caching", True, Kind.SWITCH, "keep KV blocks for requests with the same prefix"),
