@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Checks ManyLoRA on the first NVIDIA card of this machine, from the archive that `make gpu-archive` makes: no network,
-# compiler or CUDA toolkit is needed. Each part has its time limit and a line that says PASS, FAIL or skipped; what comes after
+# compiler or CUDA toolkit is needed, but a driver for CUDA 13 (580 or newer) and a card of compute capability 8.0 or newer. Each part has its time limit and a line that says PASS, FAIL or skipped; what comes after
 # a failure is run all the same. Ctrl-C ends it at once and keeps what was found until then.
 #
 #   ./gpu_check.sh [--full] [--emulated] [--only WORDS]
@@ -306,7 +306,7 @@ if [ "$full" = 1 ]; then
         skip '7B shape' "$unfit"
     else
         part '7B shape' 1800 "${on_device[@]}" "$here/bin/card" --folder "$work" --json "$out/card.json" "${budgeted[@]}" "${whole[@]}" && measured=1
-        show '7B shape' '^(ledger|decode|goal|prefill|cold load)'
+        show '7B shape' '^(ledger|decode|goal|prefill|cold load|driver)'
     fi
     if [ "$measured" = 0 ]; then
         skip 'vLLM side by side' 'there is nothing of ours to compare with'

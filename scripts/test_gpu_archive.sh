@@ -78,7 +78,7 @@ assert "emulated" in kernels["card"] and {case["caches"] for case in cases} == {
 assert {case["popularity"] for case in cases} == {None, "identical", "uniform", "skewed", "distinct"}
 assert {case["products"] for case in cases} == {"own", "library"}
 assert all(case["device"] == "cuda" and case["microseconds"] > 0 and case["fraction_of_limit"] > 0 for case in cases)
-assert {case["case"] for case in card["cases"]} == {"ledger", "decode", "goal", "prefill", "cold load"}
+assert {case["case"] for case in card["cases"]} == {"ledger", "decode", "goal", "prefill", "cold load", "driver"}
 ledger = [case for case in card["cases"] if case["case"] == "ledger"]
 assert len(ledger) == 18 and all(case["planned"] == case["held"] for case in ledger), ledger
 mixed = [case for case in card["cases"] if case["case"] == "decode" and case["adapters"] > 0]
@@ -144,7 +144,6 @@ status=0 start=$SECONDS
 [ "$status" = 1 ] && [ $((SECONDS - start)) -lt 60 ] || fail "a core of one second ended with $status after $((SECONDS - start)) s: $(cat late.txt)"
 grep "^FAIL     bench table: not reached, since the core's 1 s are over" late.txt
 grep -q '"part": "engine", "outcome": "not reached"' "$folder/late/summary.json" || fail "$(cat "$folder/late/summary.json")"
-refused 3 'CORE is .soon.' "${clean[@]}" OUT="$folder/late" CORE=soon "$unpacked/gpu_check.sh" --emulated
 
 # What cannot be checked: each with its own exit code and a line that says why.
 refused() { # exit code, words, command
@@ -156,6 +155,7 @@ refused() { # exit code, words, command
     fi
 }
 refused 3 'unknown argument' "${clean[@]}" "$unpacked/gpu_check.sh" --fast
+refused 3 'CORE is .soon.' "${clean[@]}" OUT="$folder/late" CORE=soon "$unpacked/gpu_check.sh" --emulated
 refused 3 "no part's name" "${clean[@]}" OUT="$folder/nothing" "$unpacked/gpu_check.sh" --emulated --only nonsense
 refused 3 'results cannot be written' "${clean[@]}" OUT=/proc/results "$unpacked/gpu_check.sh" --emulated
 refused 3 'need glibc' "${clean[@]}" OUT="$folder/old" bash -c "getconf() { echo glibc 2.31; }; export -f getconf; exec '$unpacked/gpu_check.sh' --emulated"

@@ -132,13 +132,21 @@ impl Bench {
         let engine = self.engine()?;
         println!("{}", engine.info().backend);
         self.ledger(&engine, 0)?;
+        let device = cuda::Device::open(0)?;
+        let free = device.context().memory()?.free;
         for index in 0..HELD {
             self.load(&engine, index)?;
         }
         self.ledger(&engine, HELD)?;
         self.decode(&engine)?;
         self.prefill(&engine);
-        self.cold_load(&engine)
+        self.cold_load(&engine)?;
+        // The engine takes nothing once it has started: this is the driver's, or others'.
+        let taken = free.saturating_sub(device.context().memory()?.free);
+        let aside = engine.info().card.map_or(0, |card| card.driver_bytes);
+        let text = format!("driver, since the start: {taken} bytes, for all of its own {aside} were set aside");
+        self.say(&text, json!({ "case": "driver", "taken_since_start": taken, "set_aside": aside }));
+        Ok(())
     }
 
     fn adapter(&self, index: usize) -> AdapterSource {

@@ -60,6 +60,8 @@ const ON_ONE_KIND: &[OneKind] = &[
     ("finding::the_stand_in", finding::the_stand_in, Some(Build::Plain), &[]),
     ("finding::no_card", finding::no_card, Some(Build::Plain), &[("EMU_DEVICES", "0")]),
     ("finding::a_card_too_old", finding::a_card_too_old, Some(Build::Plain), &[("EMU_ATTRIBUTE_75", "7"), ("EMU_ATTRIBUTE_76", "5")]),
+    ("finding::the_last_driver_before", finding::the_last_driver_before, Some(Build::Plain), &[("EMU_DRIVER_VERSION", "12090")]),
+    ("finding::the_first_driver_that_does", finding::the_first_driver_that_does, Some(Build::Plain), &[("EMU_DRIVER_VERSION", "13000")]),
     ("finding::a_driver_too_old", finding::a_driver_too_old, Some(Build::Plain), &[("EMU_DRIVER_VERSION", "11080")]),
     ("finding::no_blas_there", finding::no_blas_there, Some(Build::Plain), &[(BLAS_VARIABLE, "/no/such/libcublasLt.so")]),
     ("finding::blas_in_a_folder", finding::blas_in_a_folder, Some(Build::Plain), &[(BLAS_VARIABLE, "")]),

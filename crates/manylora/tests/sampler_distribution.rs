@@ -1,24 +1,11 @@
 //! What can be drawn, and how often, against a straightforward sorted reference in float64.
 
-use manylora::sampler::{RandomKey, SamplerScratch, SamplerSetup, SequenceSampler};
+mod one_sampler;
+
+use manylora::sampler::{RandomKey, SamplerScratch, SequenceSampler};
 use manylora_core::SamplingParams;
-use manylora_core::sampling::LogprobsMode;
+use one_sampler::{sampler, setup};
 use proptest::prelude::*;
-
-fn setup(vocab_size: usize, key: RandomKey) -> SamplerSetup<'static> {
-    SamplerSetup {
-        prompt: &[],
-        vocab_size,
-        end_tokens: &[],
-        bad_words: &[],
-        key,
-        logprobs_mode: LogprobsMode::RawLogprobs,
-    }
-}
-
-fn sampler(params: &SamplingParams, vocab_size: usize, seed: i64) -> SequenceSampler {
-    SequenceSampler::new(params, setup(vocab_size, RandomKey::of_request(seed, 0)))
-}
 
 fn draw(params: &SamplingParams, logits: &[f32], key: RandomKey, count: usize) -> Vec<u32> {
     let mut sampler = SequenceSampler::new(params, setup(logits.len(), key));

@@ -1,23 +1,13 @@
 //! The token chosen from the largest values of a row is the one chosen from the row, whatever the filters, and however much
 //! longer than needed the list is.
 
-use manylora::sampler::{RandomKey, RowNeed, SamplerScratch, SamplerSetup, SequenceSampler};
-use manylora_core::SamplingParams;
-use manylora_core::sampling::LogprobsMode;
-use manylora_kernels::{LargestValues, ListedValues};
-use proptest::prelude::*;
+mod one_sampler;
 
-fn sampler(params: &SamplingParams, vocab_size: usize, seed: i64) -> SequenceSampler {
-    let setup = SamplerSetup {
-        prompt: &[],
-        vocab_size,
-        end_tokens: &[],
-        bad_words: &[],
-        key: RandomKey::of_request(seed, 0),
-        logprobs_mode: LogprobsMode::RawLogprobs,
-    };
-    SequenceSampler::new(params, setup)
-}
+use manylora::sampler::{RowNeed, SamplerScratch};
+use manylora_core::SamplingParams;
+use manylora_kernels::{LargestValues, ListedValues};
+use one_sampler::sampler;
+use proptest::prelude::*;
 
 /// The `k` largest values above minus infinity and what ties with the last, by token.
 fn largest(logits: &[f32], k: usize) -> (Vec<f32>, Vec<u32>) {

@@ -216,7 +216,8 @@ impl BlasLibrary {
 }
 
 /// The CUDA version that a driver must offer: that of the toolkit which built the kernels, in its first minor version,
-/// because drivers run what any minor version of their major version built.
+/// because drivers run what any minor version of their major version built. One of an earlier major version does not: it knows
+/// neither the format of these images nor their PTX.
 fn needed_version() -> (u32, u32) {
     (TOOLKIT.map_or(12, |(major, _)| major.max(12)), 0)
 }

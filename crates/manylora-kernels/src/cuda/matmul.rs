@@ -221,11 +221,6 @@ impl Matmul {
     pub fn library(&self) -> &'static BlasLibrary {
         self.library
     }
-
-    /// Number of shapes planned.
-    pub fn plans(&self) -> usize {
-        self.plans.len()
-    }
 }
 
 #[derive(Debug)]

@@ -287,25 +287,9 @@ impl StepWriter<'_> {
         Ok(unsafe { std::slice::from_raw_parts_mut(part.as_mut_ptr().cast(), section.len) })
     }
 
-    /// Queues sending the block.
-    pub fn send(self, stream: &Stream) -> Result<(), CudaError> {
-        let bytes = self.slot.memory.len();
-        self.send_bytes(stream, bytes)
-    }
-
-    /// Queues sending the block up to the end of `last`; the device keeps what it has of later sections.
-    pub fn send_through<T>(self, stream: &Stream, last: Section<T>) -> Result<(), CudaError> {
-        let bytes = last.end().min(self.slot.memory.len());
-        self.send_bytes(stream, bytes)
-    }
-
-    /// As [`Self::send_through`], of which only the first `used` elements of `last`.
+    /// Queues sending the block up to the first `used` elements of `last`; the device keeps what it has of what follows.
     pub fn send_used<T>(self, stream: &Stream, last: Section<T>, used: usize) -> Result<(), CudaError> {
         let bytes = (last.start + used * size_of::<T>()).min(last.end()).min(self.slot.memory.len());
-        self.send_bytes(stream, bytes)
-    }
-
-    fn send_bytes(self, stream: &Stream, bytes: usize) -> Result<(), CudaError> {
         *self.current = (*self.current + 1) % 2;
         if bytes == 0 {
             return Ok(());

@@ -346,6 +346,35 @@ pub(crate) fn launches_do_not_grow_with_adapters() {
     assert!(toy.backend.recorded_steps() >= 4);
 }
 
+/// What is recorded is launches and nothing else: a steady step that is replayed copies, waits and allocates as often as one
+/// that is launched piece by piece, and that is one copy to the card for its rows, one for its samples, and no allocation.
+pub(crate) fn nothing_but_launches_is_recorded() {
+    let steady = |graphs: bool| {
+        let mut toy = toy(StorageType::Bf16, graphs);
+        let parts: Vec<Part> = (0..3).map(|index| Part::new(index, 0, 1, &[(index as u32, 1.0)])).collect();
+        let step = batch(&parts, 2);
+        for _ in 0..3 {
+            toy.step(&step);
+        }
+        StandIn::get().reset_counts();
+        toy.step(&step);
+        StandIn::get().all_calls()
+    };
+    let (launched, replayed) = (steady(false), steady(true));
+    let count = |calls: &[(String, u64)], part: &str| -> u64 {
+        calls.iter().filter(|(name, _)| name.contains(part)).map(|(_, count)| count).sum()
+    };
+    // The layers are one call in place of many.
+    assert_eq!((count(&launched, "cuGraphLaunch"), count(&replayed, "cuGraphLaunch")), (0, 1));
+    let launches = |calls: &[(String, u64)]| count(calls, "cuLaunchKernel") + count(calls, "cublasLtMatmul");
+    assert!(launches(&replayed) + 17 * LAYERS as u64 <= launches(&launched), "{launched:?} {replayed:?}");
+    for part in ["cuMemcpy", "cuMemset", "Synchronize", "Alloc", "Free", "Create", "Destroy"] {
+        assert_eq!(count(&launched, part), count(&replayed, part), "{part}: {launched:?} {replayed:?}");
+    }
+    assert_eq!(count(&replayed, "cuMemcpyHtoDAsync"), 2, "{replayed:?}");
+    assert_eq!(count(&replayed, "Alloc") + count(&replayed, "cuMemset"), 0, "{replayed:?}");
+}
+
 /// Lists hold what stands in the rows, bit for bit, and are had by one launch and one copy.
 pub(crate) fn the_largest_are_listed() {
     let backend = cuda(StorageType::Bf16, false);

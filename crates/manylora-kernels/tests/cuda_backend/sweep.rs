@@ -23,7 +23,7 @@ fn adapter(backend: &CudaBackend, bytes: usize) -> Result<CudaAdapter, KernelErr
         let shape = |module| SiteShape { site: Site::layer(0, module), rank, input: 104, output: 136, scale: 1.0 };
         [shape(Module::Gate), shape(Module::Up)]
     };
-    let rank = (1..).take_while(|&rank| backend.adapter_bytes(&sites(rank), DTYPE) <= bytes).last();
+    let rank = (1..=4096).take_while(|&rank| backend.adapter_bytes(&sites(rank), DTYPE) <= bytes).last();
     let sites = sites(rank.expect("room for rank 1"));
     let fill = &mut |site: usize, a: &mut Vec<f32>, b: &mut Vec<f32>| {
         let shape = &sites[site];

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use manylora_kernels::cuda::{
     BlasLibrary, Context, CudaError, DRIVER_VARIABLE, Device, DriverLibrary, LEAST_CAPABILITY, device_count,
+    embedded_architectures,
 };
 
 use crate::stand_in::StandIn;
@@ -75,6 +76,28 @@ pub(crate) fn a_driver_too_old() {
     assert!(found == "11.8" && needed.ends_with(".0") && *branch >= 525, "{error}");
     assert!(error.to_string().contains(&format!("driver {branch} or newer")), "{error}");
     assert_eq!(device_count(), Err(error));
+    StandIn::get().assert_nothing_held();
+}
+
+/// A driver of the major version before the toolkit's runs nothing of what that built, whatever its minor version; with the
+/// emulated device alone no toolkit has built anything.
+pub(crate) fn the_last_driver_before() {
+    let opened = Device::open(0);
+    if embedded_architectures().is_none() {
+        return drop(opened.unwrap());
+    }
+    let error = opened.unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "the NVIDIA driver is too old: it offers CUDA 12.9, this build needs CUDA 13.0; install driver 580 or newer, or use \
+         device \"cpu\""
+    );
+    StandIn::get().assert_nothing_held();
+}
+
+/// Any driver of the toolkit's major version does.
+pub(crate) fn the_first_driver_that_does() {
+    drop(Device::open(0).unwrap());
     StandIn::get().assert_nothing_held();
 }
 

@@ -213,7 +213,7 @@ pub(crate) fn steps_follow_each_other() {
         writer.section(pointers).unwrap().fill(u64::from(step) << 40);
         writer.section(scales).unwrap().copy_from_slice(&[step as f32; 5]);
         writer.section(rows).unwrap().fill(step + 7);
-        writer.send(&stream).unwrap();
+        writer.send_used(&stream, rows, rows.len()).unwrap();
         let mut copy = arena.allocate::<u8>(Holding::Buffers, "copy", layout.bytes()).unwrap();
         copy.copy_from(&stream, 0, block.device(), 0..layout.bytes()).unwrap();
         let mut readback = Readback::<u8>::new(&context, layout.bytes()).unwrap();
@@ -233,7 +233,7 @@ pub(crate) fn steps_follow_each_other() {
     let mut writer = block.begin().unwrap();
     writer.section(header).unwrap().fill(-1);
     writer.section(rows).unwrap().fill(0);
-    writer.send_through(&stream, header).unwrap();
+    writer.send_used(&stream, header, header.len()).unwrap();
     let mut readback = Readback::<u8>::new(&context, layout.bytes()).unwrap();
     readback.fetch(&stream, block.device(), 0, layout.bytes()).unwrap();
     let bytes = readback.wait().unwrap();

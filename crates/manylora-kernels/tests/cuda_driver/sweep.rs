@@ -34,7 +34,7 @@ fn session() -> Result<(), CudaError> {
     for step in 0..3 {
         let mut writer = block.begin()?;
         writer.section(counts)?.fill(step);
-        writer.send(compute)?;
+        writer.send_used(compute, counts, counts.len())?;
     }
 
     let shape = MatmulShape::dense(2, 8, 8, OperandType::Bf16);

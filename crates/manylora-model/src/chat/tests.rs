@@ -1,3 +1,5 @@
+//! Tests of templates: what they render, and what they refuse.
+
 use serde_json::json;
 
 use super::*;

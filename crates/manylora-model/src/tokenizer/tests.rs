@@ -1,3 +1,5 @@
+//! Tests of text to tokens and back, whole and piece by piece.
+
 use std::sync::LazyLock;
 
 use proptest::prelude::*;

@@ -27,7 +27,11 @@ const MOST_COMPOSED: usize = 8;
 /// a limit; beyond that it is others'.
 const DRIVER_SHARE: u64 = 40;
 const DRIVER_LIMIT: u64 = 1 << 30;
-/// One part in so many, up to a limit, is left free for what the driver takes later: recorded steps, cuBLASLt's code.
+/// One part in so many, up to a limit, is left free for what the driver takes later. An estimate, which no card has confirmed yet
+/// (the bench `card` tells what it was): some 500 launches are a recorded step of a 7B model, each takes the driver about a
+/// KiB, and 256 steps are kept, hence 128 MiB; and cuBLASLt's code, tens of MiB for each of a few algorithms. Both are less
+/// for smaller models, which smaller cards have: 150 MiB are left of 24 GB. Where it is not enough, steps are no
+/// longer recorded, and run.
 const LATER_SHARE: u64 = 160;
 const LATER_LIMIT: u64 = 512 << 20;
 

@@ -65,11 +65,13 @@ mod tests {
 
     use super::*;
 
+    /// In place of a blob: what stays where it is.
+    const STAYS: usize = usize::MAX;
+
     /// Slides blobs down, and says which holes there are then.
     fn holes_after(layout: &[(char, usize)], chosen: &Range<usize>) -> Vec<Place> {
-        // Bytes by what holds them: a blob's number, '#' what stays, '.' a hole.
+        // Bytes by what holds them, if it is no hole.
         let (mut bytes, mut number): (Vec<Option<usize>>, usize) = (Vec::new(), 0);
-        const STAYS: usize = usize::MAX;
         for &(kind, length) in layout {
             let holder = match kind {
                 'b' => {
