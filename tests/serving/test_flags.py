@@ -107,6 +107,7 @@ SERVER: dict[str, tuple[list[str], str, Any]] = {
     "disable_fastapi_docs": (["--disable-fastapi-docs"], "describe_routes", False),
     "max_body_bytes": (["--max-body-bytes", "1k"], "max_body_bytes", 1000),
     "max_pending": (["--max-pending", "0"], "max_pending", None),
+    "max_adapter_series": (["--max-adapter-series", "7"], "max_adapter_series", 7),
     "shutdown_timeout": (["--shutdown-timeout", "2.5"], "shutdown_timeout", 2.5),
     "api_key": (["--api-key", "a", "b", "--api-key", "c"], "api_keys", ["a", "b", "c"]),
     "admin_api_key": (["--admin-api-key", "7"], "admin_api_key", "7"),
