@@ -82,7 +82,7 @@ pub(crate) async fn load(State(app): State<Arc<App>>, headers: HeaderMap, body: 
 /// `POST /v1/unload_lora_adapter`: `lora_name`, `mode` (`drain` or `abort`), `timeout` in seconds.
 pub(crate) async fn unload(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Result<Response, ApiError> {
     let mut fields = fields(&app, &headers, body).await?;
-    let name = known(&app, &mut fields, "'lora_name' needs to be provided to unload a LoRA adapter.")?;
+    let name = known(&app, &mut fields, "unload")?;
     let mode = match fields.text("mode")?.as_deref() {
         None | Some("drain") => UnloadMode::Drain,
         Some("abort") => UnloadMode::Abort,
@@ -96,25 +96,22 @@ pub(crate) async fn unload(State(app): State<Arc<App>>, headers: HeaderMap, body
             ApiError::bad_request(format!("`timeout` must be seconds of 0 or more, got `{seconds}`")).about("timeout")
         })?),
     };
-    let unloaded = name.clone();
-    app.blocking(move |app| match timeout {
-        Some(timeout) => app.engine.unload_adapter_within(&unloaded, mode, timeout),
-        None => app.engine.unload_adapter(&unloaded, mode),
+    change(&app, name, "removed", move |app, name| match timeout {
+        Some(timeout) => app.engine.unload_adapter_within(name, mode, timeout),
+        None => app.engine.unload_adapter(name, mode),
     })
-    .await?;
-    Ok(answer::text(format!("Success: LoRA adapter '{name}' removed successfully.")))
+    .await
 }
 
 /// `POST /v1/pin_lora_adapter`: `lora_name`, `pinned` (default true): whether it stays resident whatever comes.
 pub(crate) async fn pin(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Result<Response, ApiError> {
     let mut fields = fields(&app, &headers, body).await?;
-    let name = known(&app, &mut fields, "'lora_name' needs to be provided to pin a LoRA adapter.")?;
-    let pinned = fields.flag("pinned")?.unwrap_or(true);
-    let subject = name.clone();
-    app.blocking(move |app| if pinned { app.engine.pin_adapter(&subject) } else { app.engine.unpin_adapter(&subject) })
-        .await?;
-    let done = if pinned { "pinned" } else { "unpinned" };
-    Ok(answer::text(format!("Success: LoRA adapter '{name}' {done} successfully.")))
+    let name = known(&app, &mut fields, "pin")?;
+    if fields.flag("pinned")?.unwrap_or(true) {
+        change(&app, name, "pinned", |app, name| app.engine.pin_adapter(name)).await
+    } else {
+        change(&app, name, "unpinned", |app, name| app.engine.unpin_adapter(name)).await
+    }
 }
 
 /// The folder of what is to be loaded: below the root, or fetched where that is allowed.
@@ -143,14 +140,26 @@ async fn find(app: &Arc<App>, name: &str, given: &str) -> Result<PathBuf, ApiErr
     app.blocking(move |_| Ok(sources.fetch(&name, &url))).await?
 }
 
-/// The adapter that a call is about.
-fn known(app: &App, fields: &mut Fields, missing: &str) -> Result<String, ApiError> {
+/// The adapter that is to be changed.
+fn known(app: &App, fields: &mut Fields, change: &str) -> Result<String, ApiError> {
     let name = fields.text("lora_name")?.unwrap_or_default();
     if name.is_empty() {
-        return Err(ApiError::invalid_user_input(missing));
+        let message = format!("'lora_name' needs to be provided to {change} a LoRA adapter.");
+        return Err(ApiError::invalid_user_input(message));
     }
     if app.engine.adapter(&name).is_err() {
         return Err(ApiError::not_found(format!("The lora adapter '{name}' cannot be found.")));
     }
     Ok(name)
+}
+
+async fn change(
+    app: &Arc<App>,
+    name: String,
+    done: &str,
+    change: impl FnOnce(&App, &str) -> Result<(), EngineError> + Send + 'static,
+) -> Result<Response, ApiError> {
+    let subject = name.clone();
+    app.blocking(move |app| change(app, &subject)).await?;
+    Ok(answer::text(format!("Success: LoRA adapter '{name}' {done} successfully.")))
 }

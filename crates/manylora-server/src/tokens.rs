@@ -15,8 +15,17 @@ use crate::app::App;
 use crate::body;
 use crate::chat::Conversation;
 use crate::error::ApiError;
+use crate::fields::Fields;
 use crate::keys::Caller;
 use crate::target;
+
+/// The fields of a body but those that say whom it is for, which is checked and makes no difference.
+async fn read(app: &Arc<App>, caller: &Caller, headers: &HeaderMap, body: Body) -> Result<Fields, ApiError> {
+    let mut fields = body::read(headers, body, app.config.max_body_bytes).await?;
+    target::resolve(app, caller, &fields).await?;
+    target::read(app, caller, &mut fields)?;
+    Ok(fields)
+}
 
 /// Token ids of a prompt, or of messages through the chat template.
 pub(crate) async fn tokenize(
@@ -25,9 +34,7 @@ pub(crate) async fn tokenize(
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, ApiError> {
-    let mut fields = body::read(&headers, body, app.config.max_body_bytes).await?;
-    target::resolve(&app, &caller, &fields).await?;
-    target::read(&app, &caller, &mut fields)?;
+    let mut fields = read(&app, &caller, &headers, body).await?;
     let spelled = fields.flag("return_token_strs")?.unwrap_or(false);
     let (text, add_special_tokens) = if let Some(text) = fields.text("prompt")? {
         (text, fields.flag("add_special_tokens")?.unwrap_or(true))
@@ -58,9 +65,7 @@ pub(crate) async fn detokenize(
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, ApiError> {
-    let mut fields = body::read(&headers, body, app.config.max_body_bytes).await?;
-    target::resolve(&app, &caller, &fields).await?;
-    target::read(&app, &caller, &mut fields)?;
+    let mut fields = read(&app, &caller, &headers, body).await?;
     let Some(tokens) = fields.tokens("tokens")? else {
         return Err(ApiError::bad_request("`tokens` is missing; give an array of token ids").about("tokens"));
     };
