@@ -34,8 +34,8 @@ MIB = 1 << 20
 
 
 def flags(folder: Path) -> list[str]:
-    """A server with room for half of the adapters, and slots for less."""
-    return ["--lora-root", str(folder), "--max-loras", "6", "--lora-memory-bytes", "140000"]
+    """A server with room and places for half of the adapters, and slots for less."""
+    return ["--lora-root", str(folder), "--max-loras", "6", "--max-cpu-loras", "10", "--lora-memory-bytes", "140000"]
 
 
 @dataclass(frozen=True)
