@@ -138,8 +138,11 @@ class AsyncLLM:
         params = default_sampling_params(self.settings, self._core) if sampling_params is None else sampling_params
         parsed = parse(prompt)
         special = add_special_tokens(tokenization_kwargs, default=True)
-        is_quick = len(parsed.text or "") <= _SHORT and (
-            not isinstance(lora_request, LoRARequest) or self.llm_engine.is_at_hand(lora_request)
+        # A grammar may take long to compile.
+        is_quick = (
+            len(parsed.text or "") <= _SHORT
+            and params.structured_outputs is None
+            and (not isinstance(lora_request, LoRARequest) or self.llm_engine.is_at_hand(lora_request))
         )
         start = partial(
             submit, self.llm_engine, [parsed], special, [params], [lora_request], [priority], stream=is_streamed(params)

@@ -190,7 +190,8 @@ def test_demanded_calls_come_and_follow_their_schema(client: openai.OpenAI, herm
             seen.add(call.function.name)
         named: Any = {"type": "function", "function": {"name": "weather"}}
         content, calls, finish, _ = gathered(chat(client, tool_choice=named, stream=True, **fields))
-        assert (content, [call["name"] for call in calls], finish) == ("", ["weather"], "tool_calls")
+        assert (content, [call["name"] for call in calls], finish) == ("", ["weather"], "stop")
+        assert chat(client, tool_choice=named, **fields).choices[0].finish_reason == "stop"
         assert_follows("weather", calls[0]["arguments"])
     assert seen == {"weather", "stop"}
     # Where the model does not want to end, and wastes no white space.

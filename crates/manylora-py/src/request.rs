@@ -63,6 +63,7 @@ impl From<Structured> for StructuredOutputs {
             disable_additional_properties: outputs.disable_additional_properties,
             whitespace_pattern: outputs.whitespace_pattern,
             after: None,
+            opening: None,
         }
     }
 }

@@ -22,7 +22,7 @@ use crate::fields::Fields;
 use crate::generation::Generation;
 use crate::keys::Caller;
 use crate::logprobs::{self, ChatLogprobs, Speller};
-use crate::reasoning::{self, CLOSE, Splitter};
+use crate::reasoning::{CLOSE, OPEN, Splitter};
 use crate::sampling;
 use crate::speech::{Listener, Message};
 use crate::target::{self, Target};
@@ -121,7 +121,8 @@ fn read(app: &App, caller: &Caller, fields: &mut Fields) -> Result<Asked, ApiErr
         }
         params.structured_outputs = Some(demanded);
     }
-    if tools.has_special_marks(engine) || app.config.reasoning_format.is_some() && tools::is_special(engine, CLOSE) {
+    let reasons_by = |mark| app.config.reasoning_format.is_some() && tools::is_special(engine, mark);
+    if tools.has_special_marks(engine) || reasons_by(OPEN) || reasons_by(CLOSE) {
         // Their text is what they are found by.
         params.skip_special_tokens = false;
     }
@@ -181,15 +182,12 @@ pub(crate) async fn create(
     let echoed = if asked.echo { last_content(&asked.conversation.messages) } else { String::new() };
     let continues = asked.conversation.options.continue_final_message;
     let parser = asked.parser();
+    let called = if asked.tools.is_named() { "stop" } else { "tool_calls" };
     let text = asked.conversation.render(&app).await?;
-    let reasoning = app.config.reasoning_format;
-    if reasoning.is_some() && reasoning::may_begin(&text, continues) {
-        // What the output must be begins after the reasoning.
-        if let Some(outputs) = &mut asked.params.structured_outputs {
-            outputs.after = Some(CLOSE.to_owned());
-        }
+    let splitter = app.config.reasoning_format.map(|format| Splitter::after(format, &text, continues));
+    if let (Some(splitter), Some(outputs)) = (&splitter, &mut asked.params.structured_outputs) {
+        splitter.put_off(outputs);
     }
-    let splitter = reasoning.map(|format| Splitter::after(format, &text, continues));
     let listener = Listener::new(splitter, asked.include_reasoning, parser);
     let prompt_logprobs = asked.params.prompt_logprobs.is_some();
     let request = GenerateRequest {
@@ -214,6 +212,7 @@ pub(crate) async fn create(
         prompt: generation.prompts.first().cloned().unwrap_or_default(),
         tokens: vec![0; samples],
         listeners: vec![listener; samples],
+        called,
         cached: 0,
     };
     let response = match asked.stream {
@@ -273,6 +272,8 @@ struct Maker {
     /// Of each sample, so far.
     tokens: Vec<usize>,
     listeners: Vec<Listener>,
+    /// Why an answer with calls has ended.
+    called: &'static str,
     cached: usize,
 }
 
@@ -288,7 +289,7 @@ impl Maker {
             delta: None,
             logprobs: self.logprobs.map(|most| ChatLogprobs::new(&delta.logprobs, most, &self.speller)),
             finish_reason: delta.finish_reason.map(|reason| match reason {
-                FinishReason::Stop if calls => "tool_calls",
+                FinishReason::Stop if calls => self.called,
                 other => other.as_str(),
             }),
             stop_reason: stop_reason(delta.stop_reason),

@@ -3,8 +3,10 @@
 //! The text comes in pieces of any size; what is told does not depend on where they are cut. White space around the tags
 //! belongs to neither part.
 
+use manylora::StructuredOutputs;
+
 /// The tag that reasoning begins with.
-const OPEN: &str = "<think>";
+pub(crate) const OPEN: &str = "<think>";
 /// The tag that it ends with.
 pub(crate) const CLOSE: &str = "</think>";
 
@@ -30,7 +32,7 @@ impl ReasoningFormat {
 
 /// Whether the answer to a prompt may begin with reasoning. Where the template has ended it, it does not; where the answer
 /// goes on with a message (`continues`), it does if that message was in the middle of it.
-pub(crate) fn may_begin(prompt: &str, continues: bool) -> bool {
+fn may_begin(prompt: &str, continues: bool) -> bool {
     if continues {
         return prompt.rfind(OPEN).is_some_and(|open| prompt.rfind(CLOSE).is_none_or(|close| close < open));
     }
@@ -77,6 +79,18 @@ impl Splitter {
             ReasoningFormat::DeepseekR1 => State::Begins,
         };
         Self { state, held: String::new() }
+    }
+
+    /// Lets what the output must be begin after the reasoning, where there may be some.
+    pub(crate) fn put_off(&self, outputs: &mut StructuredOutputs) {
+        let opening = match self.state {
+            State::Answers => return,
+            // Where the first thing said is no opening tag, it is the answer.
+            State::Undecided => Some(OPEN.to_owned()),
+            _ => None,
+        };
+        outputs.opening = opening;
+        outputs.after = Some(CLOSE.to_owned());
     }
 
     /// Takes the next piece.
@@ -207,6 +221,21 @@ mod tests {
             let mut told = Vec::new();
             Splitter::after(ReasoningFormat::DeepseekR1, prompt, true).push(" x", &mut |part, _: &str| told.push(part));
             assert_eq!(told, [if reasons { Part::Reasoning } else { Part::Answer }], "{prompt}");
+        }
+    }
+
+    #[test]
+    fn what_must_be_waits_for_reasoning_where_there_is_some() {
+        let opened = Some("</think>".to_owned());
+        for (format, prompt, after, opening) in [
+            (ReasoningFormat::Qwen3, "a", opened.clone(), Some("<think>".to_owned())),
+            (ReasoningFormat::Qwen3, "a<think>\n", opened.clone(), None),
+            (ReasoningFormat::Qwen3, "a<think>\n\n</think>\n\n", None, None),
+            (ReasoningFormat::DeepseekR1, "a", opened, None),
+        ] {
+            let mut outputs = StructuredOutputs::default();
+            Splitter::after(format, prompt, false).put_off(&mut outputs);
+            assert_eq!((outputs.after, outputs.opening), (after, opening), "{prompt:?}");
         }
     }
 

@@ -10,9 +10,9 @@ use serde_json::json;
 use crate::answer;
 use crate::app::App;
 
-/// 200 while requests are taken, 503 else.
+/// 200 while requests are taken, 503 else; at once, whatever the step in progress takes.
 pub(crate) async fn health(State(app): State<Arc<App>>) -> Response {
-    let alive = !app.is_draining() && app.blocking(|app| app.engine.stats()).await.is_ok();
+    let alive = !app.is_draining() && app.engine.check_health().is_ok();
     if alive { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE }.into_response()
 }
 

@@ -1,6 +1,8 @@
 //! What the output must be, in all the ways that requests say it: OpenAI's `response_format`, vLLM's `structured_outputs`, and
 //! the `guided_*` fields that it had before.
 
+use std::sync::Once;
+
 use manylora::StructuredOutputs;
 use serde_json::{Map, Value};
 
@@ -16,13 +18,16 @@ const OLDER: [(&str, &str); 5] = [
     ("guided_whitespace_pattern", "whitespace_pattern"),
 ];
 
+/// Whoever runs the server is told once of requests that use them.
+static WARNED: Once = Once::new();
+
 /// Reads all of them; None where a request says nothing.
 pub(crate) fn read(fields: &mut Fields) -> Result<Option<StructuredOutputs>, ApiError> {
     let mut asked = fields.object("structured_outputs")?.unwrap_or_default();
     let mut place = "structured_outputs";
     for (older, name) in OLDER {
         let Some(value) = fields.value(older) else { continue };
-        tracing::warn!("`{older}` is deprecated; use `structured_outputs.{name}`");
+        WARNED.call_once(|| tracing::warn!("`{older}` is deprecated; use `structured_outputs.{name}`"));
         if name != "whitespace_pattern" {
             place = older;
         }
@@ -64,6 +69,7 @@ fn parameters(asked: Map<String, Value>, place: &str) -> Result<StructuredOutput
         disable_additional_properties: fields.flag("disable_additional_properties")?.unwrap_or(false),
         whitespace_pattern: fields.text("whitespace_pattern")?,
         after: None,
+        opening: None,
     })
 }
 

@@ -301,7 +301,7 @@ fn what_cannot_be_compiled_is_refused_with_its_fault() {
         (json("{"), "structured_outputs.json cannot be used: the schema is not JSON"),
         (json("[1]"), "a JSON Schema is an object, got `[1]`"),
         (json(r#"{"type": "things"}"#), "things"),
-        (json(r#"{"uniqueItems": true}"#), "uniqueItems"),
+        (json(r#"{"uniqueItems": true}"#), "leave uniqueItems out"),
         (json(r##"{"$ref": "#/$defs/nope"}"##), "nope"),
         (json(r#"{"type": "integer", "minimum": 3, "maximum": 2}"#), "minimum"),
         (regex("[a"), "structured_outputs.regex cannot be used"),
@@ -332,6 +332,127 @@ fn what_turns_out_to_have_no_end_fails_alone() {
     let failed = streams[0].collect_all().expect_err("it cannot go on").to_string();
     assert!(failed.contains("cannot go on"), "{failed}");
     assert_eq!(streams[1].collect_all().expect("it goes on")[0].text.len(), 9);
+}
+
+/// Definitions `d0` to `d{count}`, each made by the next one's name, and `d0` itself.
+fn chained(count: usize, link: impl Fn(String) -> String) -> StructuredOutputs {
+    let link = |index: usize| format!(r#""d{index}": {}"#, link(format!(r##"{{"$ref": "#/$defs/d{}"}}"##, index + 1)));
+    let links: Vec<String> = (0..count).map(link).collect();
+    json(&format!(
+        r##"{{"$ref": "#/$defs/d0", "$defs": {{{}, "d{count}": {{"type": "integer"}}}}}}"##,
+        links.join(", ")
+    ))
+}
+
+fn rules(count: usize, name: &str, last: &str) -> String {
+    let rules: Vec<String> = (0..count).map(|index| format!("{name}{index}: {name}{}\n", index + 1)).collect();
+    format!("start: {name}0\n{}{name}{count}: {last}\n", rules.concat())
+}
+
+#[test]
+fn no_depth_of_a_grammar_ends_the_process() {
+    let oracle = Oracle::open("llama");
+    let engine = engine(&oracle, |_| {});
+    let ebnf: Vec<String> = (0..5000).map(|index| format!("r{index} ::= r{}\n", index + 1)).collect();
+    let cases = [
+        grammar(&rules(8000, "r", "\"a\"")),
+        grammar(&rules(2000, "T", "\"a\"")),
+        grammar(&format!("root ::= r0\n{}r5000 ::= \"a\"", ebnf.concat())),
+        chained(2500, |next| next),
+        chained(1500, |next| format!(r#"{{"type": "array", "items": {next}}}"#)),
+        chained(1500, |next| format!(r#"{{"allOf": [{next}, {{"maximum": 5}}]}}"#)),
+        chained(1000, |next| format!(r#"{{"anyOf": [{next}, {{"type": "null"}}]}}"#)),
+        json(&format!(r#"{{"allOf": [{}{{}}]}}"#, r#"{"type": "integer"}, "#.repeat(5000))),
+        grammar(&format!("start: {}\"a\"{}", "(".repeat(20_000), ")".repeat(20_000))),
+        grammar(&format!("start: A\nA: {}\"a\"", "~".repeat(50_000))),
+        regex(&format!("{}a{}", "(".repeat(20_000), ")".repeat(20_000))),
+        json(&format!("{}{{}}{}", r#"{"items": "#.repeat(5000), "}".repeat(5000))),
+    ];
+    for outputs in cases {
+        let asked = params(outputs.clone(), None);
+        // Followed or refused: both are answers.
+        match engine.submit(GenerateRequest::tokens([5]).params(SamplingParams { max_tokens: Some(3), ..asked })) {
+            Ok(mut stream) => drop(stream.collect_all().expect("it is followed")),
+            Err(error) => assert!(error.to_string().contains("structured_outputs"), "{error}"),
+        }
+    }
+    assert_eq!(text(&engine, choice(&["still"]), None), "still");
+    assert_eq!(text(&engine, grammar(&rules(3000, "r", "\"ab\"")), None), "ab");
+    let long = refusal(&engine, params(grammar(&rules(20_000, "r", "\"a\"")), None));
+    assert!(long.contains("bytes") && long.contains("131072"), "{long}");
+}
+
+#[test]
+fn many_choices_are_no_more_than_few() {
+    let oracle = Oracle::open("llama");
+    let engine = engine(&oracle, |_| {});
+    let words: Vec<String> = (0..2500).map(|index| format!("w{index}x")).collect();
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    let said = text(&engine, choice(&words), Some(1));
+    assert!(words.contains(&said.as_str()), "{said}");
+    let quoted: Vec<String> = words.iter().map(|word| format!("\"{word}\"")).collect();
+    let said = text(&engine, json(&format!(r#"{{"enum": [{}]}}"#, quoted.join(", "))), Some(2));
+    assert!(quoted.contains(&said), "{said}");
+    for keyword in ["oneOf", "anyOf"] {
+        let kinds: Vec<String> = (0..300)
+            .map(|index| {
+                format!(
+                    r#"{{"type": "object", "properties": {{"kind": {{"const": "k{index}"}}, "n": {{"type": "boolean"}}}},
+                    "required": ["kind", "n"], "additionalProperties": false}}"#
+                )
+            })
+            .collect();
+        let schema = json(&format!(r#"{{"{keyword}": [{}]}}"#, kinds.join(", ")));
+        let tight = StructuredOutputs { disable_any_whitespace: true, ..schema };
+        let value: Value = serde_json::from_str(&text(&engine, tight, Some(3))).expect("JSON");
+        assert!(value["kind"].as_str().is_some_and(|kind| kind.starts_with('k')) && value["n"].is_boolean(), "{value}");
+    }
+}
+
+#[test]
+fn a_grammar_that_takes_too_long_fails_alone() {
+    let oracle = Oracle::open("llama");
+    let engine = engine(&oracle, |config| config.max_model_len = Some(2048));
+    let ambiguous = "start: a\na: a a | b\nb: /[a-z ]/ | /[a-z]/ | \" \"";
+    let endless =
+        SamplingParams { max_tokens: Some(1800), min_tokens: 1800, n: 2, ..params(grammar(ambiguous), Some(1)) };
+    let slow = GenerateRequest::tokens([5, 40]).params(endless);
+    let other = GenerateRequest::tokens([5, 40]).params(params(regex("[ab]{9}"), None));
+    let mut streams = engine.submit_all(vec![slow, other], true).expect("good requests");
+    assert_eq!(streams[1].collect_all().expect("it goes on")[0].text.len(), 9);
+    let failed = streams[0].collect_all().expect_err("it takes too long").to_string();
+    assert!(failed.contains("what may come next takes more than"), "{failed}");
+    assert!(engine.check_health().is_ok());
+}
+
+#[test]
+fn formats_that_nobody_knows_are_notes() {
+    let oracle = Oracle::open("llama");
+    let engine = engine(&oracle, |_| {});
+    let schema = r#"{"type": "array", "items": {"type": "string", "format": "binary", "maxLength": 2}, "minItems": 1, "maxItems": 1,
+        "uniqueItems": false}"#;
+    let value: Value = serde_json::from_str(&text(&engine, json(schema), Some(4))).expect("JSON");
+    assert!(value[0].is_string(), "{value}");
+    let dated = StructuredOutputs { disable_any_whitespace: true, ..json(r#"{"type": "string", "format": "date"}"#) };
+    assert_eq!(text(&engine, dated, Some(4)).len(), "\"2000-01-01\"".len());
+}
+
+#[test]
+fn what_need_not_come_first_may_be_left_out() {
+    let oracle = Oracle::open("llama");
+    let engine = engine(&oracle, |_| {});
+    let optional =
+        || StructuredOutputs { after: Some("</t>".to_owned()), opening: Some("<t>".to_owned()), ..regex("[xy]{3}") };
+    let token = |sign: &str| engine.tokenizer().expect("a tokenizer").id_of(sign).expect("a token");
+    let said = |biases: &[(&str, f32)]| {
+        let logit_bias = biases.iter().map(|&(sign, bias)| (token(sign), bias)).collect();
+        run(&engine, None, SamplingParams { logit_bias, ..params(optional(), None) }).remove(0)
+    };
+    let plain = said(&[("x", 50.0)]);
+    assert_eq!((plain.text.as_str(), plain.finish_reason), ("xxx", Some(FinishReason::Stop)));
+    // It begins with the mark, and goes on after the other one. (Nothing but `<`, `/`, `t` and `>` is likely.)
+    let thinks = said(&[("<", 60.0), ("t", 50.0), ("/", 40.0)]);
+    assert!(thinks.text.trim_start().starts_with("<t>"), "{}", thinks.text);
 }
 
 #[test]

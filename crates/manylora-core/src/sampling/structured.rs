@@ -29,6 +29,9 @@ pub struct StructuredOutputs {
     /// Text, and whatever comes before its first occurrence, that goes ahead of the structured part: the closing tag of a
     /// model's reasoning. White space may follow it.
     pub after: Option<String>,
+    /// Text that `after` depends on: where the output does not begin with it, white space aside, the structured part comes at
+    /// once. The opening tag of a model that need not reason. None = what `after` says goes ahead in any case.
+    pub opening: Option<String>,
 }
 
 /// The one constraint of a [`StructuredOutputs`].
@@ -81,8 +84,10 @@ impl StructuredOutputs {
         if empty {
             return invalid(format!("structured_outputs.{name} cannot be empty or have empty items."));
         }
-        if self.after.as_deref() == Some("") {
-            return invalid("structured_outputs.after cannot be empty.".to_owned());
+        for (name, mark) in [("after", &self.after), ("opening", &self.opening)] {
+            if mark.as_deref() == Some("") {
+                return invalid(format!("structured_outputs.{name} cannot be empty."));
+            }
         }
         Ok(constraint)
     }

@@ -96,6 +96,12 @@ impl Tools {
         self.choice != Choice::None
     }
 
+    /// Whether one function was named: its call is what was asked for, and no choice of the model's. As OpenAI and vLLM do,
+    /// its end is an ordinary one.
+    pub(crate) fn is_named(&self) -> bool {
+        matches!(self.choice, Choice::Named(_))
+    }
+
     /// Reads calls; `whole` where nothing is told before the end.
     pub(crate) fn parser(&self, whole: bool) -> Option<CallParser> {
         let most = if self.parallel && !matches!(self.choice, Choice::Named(_)) { usize::MAX } else { 1 };

@@ -279,6 +279,11 @@ impl EngineHandle {
         submit::logits(&self.shared, tokens, adapters)
     }
 
+    /// Whether the engine runs, and why not; waits for nothing.
+    pub fn check_health(&self) -> Result<(), EngineError> {
+        if self.shared.stopped.get().is_some() { Err(self.shared.stopped_error()) } else { Ok(()) }
+    }
+
     /// Counters and levels.
     pub fn stats(&self) -> Result<EngineStats, EngineError> {
         let mut stats = self.call(Command::Stats)?;

@@ -1,14 +1,19 @@
 //! One sequence under a grammar: which tokens may come next, and whether it is complete.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use llguidance::Matcher;
 use toktrie::SimpleVob;
 
-use super::Grammar;
+use super::{Grammar, watch};
 
 /// Tokens of a word of the mask.
 const WORD: usize = 32;
+/// What a token may cost in the long run, on the thread that everybody waits for.
+const PER_TOKEN: Duration = Duration::from_millis(15);
+/// What may be spent beyond that before the sequence fails.
+const BEYOND: Duration = Duration::from_millis(500);
 
 /// The state of one sequence. It sees the tokens that were accepted, in their order.
 pub(crate) struct Constraint {
@@ -18,6 +23,8 @@ pub(crate) struct Constraint {
     /// The tokens that may come next, once it is known.
     permitted: Option<SimpleVob>,
     fault: Option<String>,
+    /// What was spent beyond [`PER_TOKEN`] and not saved since.
+    overspent: Duration,
 }
 
 impl std::fmt::Debug for Constraint {
@@ -33,6 +40,7 @@ impl Clone for Constraint {
             matcher: self.matcher.as_ref().map(Matcher::deep_clone),
             permitted: self.permitted.clone(),
             fault: self.fault.clone(),
+            overspent: self.overspent,
         }
     }
 }
@@ -40,11 +48,23 @@ impl Clone for Constraint {
 impl Constraint {
     /// At the beginning of the text.
     pub(crate) fn new(grammar: Arc<Grammar>) -> Self {
-        Self { grammar, matcher: None, permitted: None, fault: None }
+        Self { grammar, matcher: None, permitted: None, fault: None, overspent: Duration::ZERO }
     }
 
-    fn matcher(&mut self) -> &mut Matcher {
-        self.matcher.get_or_insert_with(|| self.grammar.matcher())
+    /// Lets the matcher do something, for as long as one may.
+    fn work<T, E: std::fmt::Display>(&mut self, does: impl FnOnce(&mut Matcher) -> Result<T, E>) -> Option<T> {
+        let begun = Instant::now();
+        let matcher = self.matcher.get_or_insert_with(|| self.grammar.matcher());
+        let done = self.grammar.watch.within(matcher.cancellation_handle(), || does(matcher));
+        self.overspent += begun.elapsed();
+        match done {
+            Ok(done) => return Some(done),
+            Err(_) if matcher.is_cancelled() => {
+                self.fail(&format!("what may come next takes more than {} ms to find", watch::LIMIT.as_millis()));
+            }
+            Err(error) => self.fail(&error.to_string()),
+        }
+        None
     }
 
     /// Finds out which tokens may come next. Until then, and after a fault, any may.
@@ -52,10 +72,7 @@ impl Constraint {
         if self.permitted.is_some() || self.fault.is_some() || self.is_complete() {
             return;
         }
-        match self.matcher().compute_mask() {
-            Ok(permitted) => self.permitted = Some(permitted),
-            Err(error) => self.fail(&error.to_string()),
-        }
+        self.permitted = self.work(Matcher::compute_mask);
     }
 
     /// Whether a token may come next.
@@ -91,8 +108,13 @@ impl Constraint {
         if self.fault.is_some() || self.is_complete() {
             return;
         }
-        if let Err(error) = self.matcher().consume_token(token) {
-            self.fail(&error.to_string());
+        self.work(|matcher| matcher.consume_token(token));
+        self.overspent = self.overspent.saturating_sub(PER_TOKEN);
+        if self.overspent > BEYOND {
+            self.fail(&format!(
+                "what may come next takes more than {} ms to find, time after time",
+                PER_TOKEN.as_millis()
+            ));
         }
     }
 

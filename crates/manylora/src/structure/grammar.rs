@@ -1,23 +1,29 @@
 //! From a request's words to a compiled grammar.
 
+use std::sync::Arc;
+
 use llguidance::api::{GrammarWithLexer, TopLevelGrammar};
-use llguidance::{Matcher, ParserFactory, regex_to_lark};
+use llguidance::{Matcher, regex_to_lark};
 use manylora_core::sampling::{OutputConstraint, StructuredOutputs};
 use serde_json::{Map, Value, json};
 
-use super::{ebnf, lark};
-use crate::error::EngineError;
+use super::watch::Watch;
+use super::{Tools, ebnf, lark, schema};
+
+/// Characters of a refusal; longer ones are cut: they quote what they refuse.
+const LONGEST_REFUSAL: usize = 500;
 
 /// A compiled grammar, from which the constraints of sequences are made.
 pub(crate) struct Grammar {
     /// At the beginning of the text.
     fresh: Matcher,
+    pub(super) watch: Arc<Watch>,
 }
 
 impl Grammar {
-    /// Compiles what a request asks for; the error quotes the grammar's.
-    pub(super) fn compile(factory: &ParserFactory, outputs: &StructuredOutputs) -> Result<Self, EngineError> {
-        let constraint = outputs.constraint()?;
+    /// Compiles what a request asks for; the error quotes the grammar's. `preface` is what goes ahead of it, see [`preface`].
+    pub(super) fn compile(tools: &Tools, outputs: &StructuredOutputs, preface: Option<String>) -> Result<Self, String> {
+        let constraint = outputs.constraint().map_err(|error| error.to_string())?;
         let name = match constraint {
             OutputConstraint::Json(_) => "json",
             OutputConstraint::Regex(_) => "regex",
@@ -27,28 +33,58 @@ impl Grammar {
         };
         let refused = |reason: &str| {
             let reason = reason.replace("<non-verbose/>", "");
-            EngineError::InvalidArgument(format!("structured_outputs.{name} cannot be used: {}", reason.trim()))
+            let mut reason = match reason.trim().char_indices().nth(LONGEST_REFUSAL) {
+                Some((end, _)) => format!("{} ...", &reason.trim()[..end]),
+                None => reason.trim().to_owned(),
+            };
+            if reason.contains("uniqueItems") {
+                reason.push_str("; that items differ cannot be held to: leave uniqueItems out, and check the answer");
+            }
+            format!("structured_outputs.{name} cannot be used: {reason}")
         };
-        let words = top_level(constraint, outputs).map_err(|reason| refused(&reason))?;
-        let parser = factory.create_parser(words).map_err(|error| refused(&format!("{error:#}")))?;
+        let words = top_level(constraint, outputs, preface).map_err(|reason| refused(&reason))?;
+        let parser = tools.factory.create_parser(words).map_err(|error| refused(&format!("{error:#}")))?;
         let mut fresh = Matcher::new(Ok(parser));
         for warning in fresh.grammar_warnings() {
             tracing::debug!("structured_outputs.{name}: {warning}");
         }
         // What cannot even begin is found now.
         fresh.deep_clone().compute_mask().map_err(|error| refused(&error.to_string()))?;
-        Ok(Self { fresh })
+        Ok(Self { fresh, watch: Arc::clone(&tools.watch) })
     }
 
     /// A matcher at the beginning, with nothing shared, so that what other sequences did cannot change what it does.
     pub(super) fn matcher(&self) -> Matcher {
-        self.fresh.deep_clone()
+        self.fresh.deep_clone().into_cancellable()
     }
 }
 
-fn top_level(constraint: OutputConstraint<'_>, outputs: &StructuredOutputs) -> Result<TopLevelGrammar, String> {
+/// What goes ahead of the structured part, as rules of Lark after which `@body` is the rest.
+pub(super) fn preface(outputs: &StructuredOutputs, is_special: impl Fn(&str) -> bool) -> Option<String> {
+    let after = outputs.after.as_ref()?;
+    // Text does not have special tokens in it: they are named.
+    let thoughts = if is_special(after) {
+        format!("thoughts: /(?s:.*)/ {after}")
+    } else {
+        format!("thoughts[suffix={}]: /(?s:.*)/", lark::text(after))
+    };
+    let start = match &outputs.opening {
+        None => "thoughts gap @body".to_owned(),
+        Some(opening) => {
+            let opening = if is_special(opening) { opening.clone() } else { lark::text(opening) };
+            format!("(gap {opening} thoughts gap)? @body")
+        }
+    };
+    Some(format!("start: {start}\n{thoughts}\ngap: (/[ \\t\\r\\n]{{1,64}}/)?"))
+}
+
+fn top_level(
+    constraint: OutputConstraint<'_>,
+    outputs: &StructuredOutputs,
+    preface: Option<String>,
+) -> Result<TopLevelGrammar, String> {
     let body = match constraint {
-        OutputConstraint::Json(text) => GrammarWithLexer::from_json_schema(schema(text, outputs)?),
+        OutputConstraint::Json(text) => GrammarWithLexer::from_json_schema(schema_of(text, outputs)?),
         OutputConstraint::JsonObject => GrammarWithLexer::from_json_schema(with_options(
             Map::from_iter([("type".to_owned(), json!("object"))]),
             outputs,
@@ -60,18 +96,15 @@ fn top_level(constraint: OutputConstraint<'_>, outputs: &StructuredOutputs) -> R
         }
         OutputConstraint::Choice(choices) => {
             let choices: Vec<String> = choices.iter().map(|choice| lark::text(choice)).collect();
-            GrammarWithLexer::from_lark(format!("start: {}", choices.join(" | ")))
+            // One terminal: a parser has a place for each alternative of a rule, and there may be thousands.
+            GrammarWithLexer::from_lark(format!("start: CHOICE\nCHOICE: {}", choices.join(" | ")))
         }
         OutputConstraint::Grammar(text) if ebnf::is_ebnf(text) => GrammarWithLexer::from_lark(ebnf::to_lark(text)?),
         OutputConstraint::Grammar(text) => GrammarWithLexer::from_lark(text.to_owned()),
     };
-    let Some(after) = &outputs.after else { return Ok(TopLevelGrammar::from_grammar(body)) };
-    let opening = format!(
-        "start: opening gap @body\nopening[suffix={}]: /(?s:.*)/\ngap: (/[ \\t\\r\\n]{{1,64}}/)?",
-        lark::text(after)
-    );
+    let Some(preface) = preface else { return Ok(TopLevelGrammar::from_grammar(body)) };
     let body = GrammarWithLexer { name: Some("body".to_owned()), ..body };
-    Ok(TopLevelGrammar { grammars: vec![GrammarWithLexer::from_lark(opening), body], max_tokens: None })
+    Ok(TopLevelGrammar { grammars: vec![GrammarWithLexer::from_lark(preface), body], max_tokens: None })
 }
 
 /// Texts are matched from end to end, so that anchors at the ends say nothing new.
@@ -82,7 +115,7 @@ fn without_anchors(expression: &str) -> &str {
     if escaped { expression } else { rest }
 }
 
-fn schema(text: &str, outputs: &StructuredOutputs) -> Result<Value, String> {
+fn schema_of(text: &str, outputs: &StructuredOutputs) -> Result<Value, String> {
     let schema = serde_json::from_str(text).map_err(|error| format!("the schema is not JSON: {error}"))?;
     let mut schema = match schema {
         Value::Object(schema) => Value::Object(schema),
@@ -90,7 +123,7 @@ fn schema(text: &str, outputs: &StructuredOutputs) -> Result<Value, String> {
         other => return Err(format!("a JSON Schema is an object, got `{other}`")),
     };
     if outputs.disable_additional_properties {
-        close_objects(&mut schema);
+        schema::close_objects(&mut schema);
     }
     match schema {
         Value::Object(schema) => Ok(with_options(schema, outputs)),
@@ -108,29 +141,6 @@ fn with_options(schema: Map<String, Value>, outputs: &StructuredOutputs) -> Valu
     lark::with_options(schema, white_space)
 }
 
-/// Objects of a schema have only the properties that it names, where it does not say.
-fn close_objects(schema: &mut Value) {
-    let Value::Object(schema) = schema else { return };
-    if (schema.contains_key("properties") || schema.get("type").is_some_and(|kind| kind == "object"))
-        && !schema.contains_key("additionalProperties")
-        && !schema.contains_key("patternProperties")
-    {
-        schema.insert("additionalProperties".to_owned(), Value::Bool(false));
-    }
-    for (keyword, value) in schema.iter_mut() {
-        match (keyword.as_str(), value) {
-            ("properties" | "patternProperties" | "$defs" | "definitions", Value::Object(named)) => {
-                named.values_mut().for_each(close_objects);
-            }
-            ("allOf" | "anyOf" | "oneOf" | "prefixItems" | "items", Value::Array(schemas)) => {
-                schemas.iter_mut().for_each(close_objects);
-            }
-            ("items" | "additionalProperties" | "additionalItems", one) => close_objects(one),
-            _ => {}
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -141,22 +151,5 @@ mod tests {
         assert_eq!(without_anchors(r"ab\$"), r"ab\$");
         assert_eq!(without_anchors(r"ab\\$"), r"ab\\");
         assert_eq!(without_anchors("a^b"), "a^b");
-    }
-
-    #[test]
-    fn objects_are_closed_where_the_schema_does_not_say() {
-        let mut schema = json!({
-            "properties": {"type": {"type": "string"}, "a": {"type": "object"}, "b": {"properties": {}, "additionalProperties": true}},
-            "anyOf": [{"properties": {}}],
-            "items": {"type": "object", "patternProperties": {"^x": {"type": "object"}}},
-        });
-        close_objects(&mut schema);
-        assert_eq!(schema["additionalProperties"], false);
-        assert_eq!(schema["properties"]["a"]["additionalProperties"], false);
-        assert_eq!(schema["properties"]["b"]["additionalProperties"], true);
-        assert!(schema["properties"].get("additionalProperties").is_none());
-        assert_eq!(schema["anyOf"][0]["additionalProperties"], false);
-        assert!(schema["items"].get("additionalProperties").is_none());
-        assert_eq!(schema["items"]["patternProperties"]["^x"]["additionalProperties"], false);
     }
 }

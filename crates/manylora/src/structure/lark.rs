@@ -41,5 +41,7 @@ pub(super) fn with_options(mut schema: Map<String, Value>, white_space: Option<&
         "whitespace_flexible": white_space.is_some(), "whitespace_pattern": white_space, "coerce_one_of": true,
     });
     schema.entry("x-guidance").or_insert(options);
-    Value::Object(schema)
+    let mut schema = Value::Object(schema);
+    super::schema::drop_notes(&mut schema);
+    schema
 }

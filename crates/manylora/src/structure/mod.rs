@@ -1,53 +1,60 @@
 //! Structured output: which tokens may come next, so that an answer is what its request says - JSON of a schema, a regular
 //! expression, one of some choices, the language of a grammar.
 //!
-//! A grammar is compiled on the thread of whoever submits the request ([`Structure::compile`]), where everything that is
-//! wrong with it is found. Each sequence then has a [`Constraint`] of its own, which sees the tokens that were chosen and
-//! nothing else: the answer is the same whatever shares its batch, and after a preemption.
+//! A grammar is compiled when a request is submitted ([`Structure::compile`]), where everything that is wrong with it is
+//! found. Each sequence then has a [`Constraint`] of its own, which sees the tokens that were chosen and nothing else: the
+//! answer is the same whatever shares its batch, and after a preemption.
 //!
-//! Reading order: this file, `vocabulary` (tokens as a trie of bytes), `grammar` (from a request's words to a grammar),
-//! [`lark`] and `ebnf` (how grammars are written), `constraint` (one sequence).
+//! Words come from strangers, and short ones can mean deep recursion or seconds of work per token. `compiler` has the stack
+//! and the limits for the first, `watch` and the [`Constraint`]'s own account those for the second: a sequence whose grammar
+//! takes too long fails alone.
+//!
+//! Reading order: this file, `vocabulary` (tokens as a trie of bytes), `compiler` (where and how long grammars are compiled),
+//! `grammar` (from a request's words to a grammar), [`lark`], `schema` and `ebnf` (how grammars are written), `constraint` (one
+//! sequence), `watch`.
 
+mod compiler;
 mod constraint;
 mod ebnf;
 mod grammar;
 pub mod lark;
+mod schema;
 mod vocabulary;
+mod watch;
 
-use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use llguidance::ParserFactory;
 use manylora_core::sampling::StructuredOutputs;
 use manylora_model::tokenizer::Tokenizer;
+
+use compiler::Compiler;
+use watch::Watch;
 
 pub(crate) use constraint::Constraint;
 pub(crate) use grammar::Grammar;
 
 use crate::error::EngineError;
 
-/// Compiled grammars that are kept for further requests with the same words.
-const KEPT: usize = 64;
+/// What all grammars of an engine need.
+struct Tools {
+    factory: ParserFactory,
+    watch: Arc<Watch>,
+}
 
 /// Compiles grammars for one model, and keeps them. What it needs of the vocabulary is made for the first request that has
 /// one.
 pub(crate) struct Structure {
     vocab_size: usize,
     end_tokens: Vec<u32>,
-    factory: OnceLock<Result<ParserFactory, String>>,
-    /// The latest last.
-    compiled: Mutex<VecDeque<(StructuredOutputs, Arc<Grammar>)>>,
+    tools: OnceLock<Result<Arc<Tools>, String>>,
+    compiler: Compiler,
 }
 
 impl Structure {
     /// `vocab_size` is the length of a row of logits.
     pub(crate) fn new(vocab_size: usize, end_tokens: &[u32]) -> Self {
-        Self {
-            vocab_size,
-            end_tokens: end_tokens.to_vec(),
-            factory: OnceLock::new(),
-            compiled: Mutex::new(VecDeque::new()),
-        }
+        Self { vocab_size, end_tokens: end_tokens.to_vec(), tools: OnceLock::new(), compiler: Compiler::default() }
     }
 
     /// The grammar that a request's words stand for.
@@ -56,31 +63,19 @@ impl Structure {
         tokenizer: &Tokenizer,
         outputs: &StructuredOutputs,
     ) -> Result<Arc<Grammar>, EngineError> {
-        if let Some(known) = self.known(outputs) {
-            return Ok(known);
-        }
-        let factory = self
-            .factory
-            .get_or_init(|| vocabulary::factory(tokenizer, self.vocab_size, &self.end_tokens))
-            .as_ref()
-            .map_err(|reason| {
-                EngineError::InvalidArgument(format!("structured output is not possible with this tokenizer: {reason}"))
-            })?;
-        let grammar = Arc::new(Grammar::compile(factory, outputs)?);
-        let mut compiled = self.compiled.lock().unwrap_or_else(PoisonError::into_inner);
-        compiled.push_back((outputs.clone(), Arc::clone(&grammar)));
-        if compiled.len() > KEPT {
-            compiled.pop_front();
-        }
-        Ok(grammar)
+        outputs.constraint()?;
+        let tools = self.tools.get_or_init(|| self.tools(tokenizer)).as_ref().map_err(|reason| {
+            EngineError::InvalidArgument(format!("structured output is not possible with this tokenizer: {reason}"))
+        })?;
+        let (tools, words) = (Arc::clone(tools), outputs.clone());
+        let preface =
+            grammar::preface(outputs, |mark| tokenizer.id_of(mark).is_some_and(|token| tokenizer.is_special(token)));
+        self.compiler.compile(outputs, move || Grammar::compile(&tools, &words, preface).map(Arc::new))
     }
 
-    fn known(&self, outputs: &StructuredOutputs) -> Option<Arc<Grammar>> {
-        let mut compiled = self.compiled.lock().unwrap_or_else(PoisonError::into_inner);
-        let place = compiled.iter().position(|(words, _)| words == outputs)?;
-        let found = compiled.remove(place)?;
-        let grammar = Arc::clone(&found.1);
-        compiled.push_back(found);
-        Some(grammar)
+    fn tools(&self, tokenizer: &Tokenizer) -> Result<Arc<Tools>, String> {
+        let factory = vocabulary::factory(tokenizer, self.vocab_size, &self.end_tokens)?;
+        let watch = Watch::start().map_err(|error| format!("no thread could be started: {error}"))?;
+        Ok(Arc::new(Tools { factory, watch: Arc::new(watch) }))
     }
 }
