@@ -129,6 +129,8 @@ def test_methods_and_paths_that_are_not_there(server: Server) -> None:
     assert answer.status_code == 405
     assert answer.json()["error"]["code"] == 405
     assert server.client.get("/v1").status_code == 404
+    answer = server.client.get("/v1/models/%ff")
+    assert answer.status_code == answer.json()["error"]["code"] == 400
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["its length is told", "in chunks"])

@@ -185,7 +185,7 @@ def test_files_are_read_again_when_they_change(
     first = serial(server, trusting)
     kept = httpx.Client(base_url=server.url, verify=trusting)
     assert kept.get("/health").status_code == 200
-    (tmp_path / "chain.pem").write_text("half a certi")
+    (tmp_path / "chain.pem").write_text("half of it")
     wait_until(lambda: "the certificate from before stays" in server.log)
     assert serial(server, trusting) == first
     write(tmp_path, authority.issue_cert("127.0.0.1"))

@@ -33,8 +33,8 @@ pub struct ServerConfig {
     pub served_model_names: Vec<String>,
     /// What `/v1/models` says the base was made from; empty = the name that it is served under.
     pub model_root: String,
-    /// Keys of which every request but those to `/health`, `/ping`, `/version`, `/load` and `/metrics` needs one; empty = none is
-    /// needed.
+    /// Keys of which every request but those to `/health`, `/ping`, `/version`, `/load`, `/metrics` and `/openapi.json` needs one;
+    /// empty = none is needed.
     pub api_keys: Vec<String>,
     /// Keys with names and limits of their own, beside `api_keys`; they can be replaced while the server runs. None = there are
     /// none, an empty list lets nobody in.

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::UNIX_EPOCH;
 
 use axum::Extension;
+use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, State};
 use axum::response::Response;
 use manylora::AdapterInfo;
@@ -59,8 +60,9 @@ pub(crate) async fn list(State(app): State<Arc<App>>, Extension(caller): Extensi
 pub(crate) async fn get(
     State(app): State<Arc<App>>,
     Extension(caller): Extension<Caller>,
-    Path(name): Path<String>,
+    name: Result<Path<String>, PathRejection>,
 ) -> Result<Response, ApiError> {
+    let Path(name) = name.map_err(|_| ApiError::bad_request("the name in the path is not UTF-8").about("name"))?;
     let found = if app.names.contains(&name) && caller.may_ask_base() {
         base(&app, &name)
     } else {
