@@ -14,6 +14,7 @@ __all__ = [
     "Stream",
     "__version__",
     "check_sampling_params",
+    "check_structured_outputs",
     "serve",
     "set_log",
 ]
