@@ -9,7 +9,7 @@ import pytest
 
 from manylora.cli import main
 
-from .conftest import ADAPTERS, PROMPT, Server, StartServer, _flags
+from .conftest import ADAPTERS, PROMPT, Server, StartServer, server_flags
 from .test_management import ROUTES
 
 PAGE = "https://page.example"
@@ -25,7 +25,7 @@ def ask_first(server: Server, path: str, origin: str, method: str = "POST", **mo
 @pytest.fixture(scope="module")
 def open_server() -> Iterator[Server]:
     """A server under a path, with an origin that may use it, that can be managed from this machine."""
-    flags = _flags(
+    flags = server_flags(
         "--allowed-origins", f'["{PAGE}", "http://localhost:3000"]', "--root-path", ROOT + "/", "--api-key", "user",
         "--admin-api-key", "admin",
     )  # fmt: skip

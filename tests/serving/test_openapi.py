@@ -19,7 +19,7 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
-from .conftest import ADAPTERS, ORACLE, PROMPT, Server, StartServer, _flags
+from .conftest import ADAPTERS, ORACLE, PROMPT, Server, StartServer, server_flags
 
 DOCUMENT = ORACLE.parent.parent / "crates" / "manylora-server" / "src" / "openapi.json"
 ON = {"MANYLORA_ALLOW_RUNTIME_LORA_UPDATING": "1"}
@@ -38,7 +38,7 @@ CHECKS = [
 def described() -> Iterator[Server]:
     """A server with an adapter, all of whose routes are open to the admin key."""
     modules = ("--lora-modules", f"alpha={ADAPTERS / 'alpha'}", f"x={ADAPTERS / 'alpha'}")
-    server = Server(_flags("--admin-api-key", "admin", "--max-model-len", "64", *modules), ADAPTERS, ON)
+    server = Server(server_flags("--admin-api-key", "admin", "--max-model-len", "64", *modules), ADAPTERS, ON)
     yield server
     server.close()
 

@@ -14,7 +14,7 @@ import trustme
 
 from manylora.cli import main
 
-from .conftest import ADAPTERS, PROMPT, Server, StartServer, _flags, events
+from .conftest import ADAPTERS, PROMPT, Server, StartServer, server_flags, events
 
 ON = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
 # What the server gives a handshake, and some time for a busy machine.
@@ -65,7 +65,7 @@ def server(
 ) -> Iterator[Server]:
     """An encrypted server that can be managed from this machine."""
     files = write(tmp_path_factory.mktemp("tls"), authority.issue_cert("127.0.0.1"))
-    server = Server(_flags(*files), ADAPTERS, ON)
+    server = Server(server_flags(*files), ADAPTERS, ON)
     server.client = httpx.Client(base_url=server.url, verify=trusting, timeout=60)
     yield server
     server.close()
