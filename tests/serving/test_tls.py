@@ -14,7 +14,7 @@ import trustme
 
 from manylora.cli import main
 
-from .conftest import ADAPTERS, PROMPT, Server, StartServer, server_flags, events
+from .conftest import ADAPTERS, PROMPT, Server, StartServer, events, server_flags
 
 ON = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
 # What the server gives a handshake, and some time for a busy machine.
