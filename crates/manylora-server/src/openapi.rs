@@ -101,7 +101,7 @@ mod tests {
         }
         for (name, property) in schema.get("properties").and_then(Value::as_object).into_iter().flatten() {
             found.insert(name.clone());
-            if name == "stream_options" {
+            if matches!(name.as_str(), "stream_options" | "structured_outputs") {
                 properties(property, document, found);
             }
         }
