@@ -307,10 +307,13 @@ def test_a_model_need_not_reason(start_server: StartServer, tmp_path: Path, spec
     flags = ["--reasoning-parser", "qwen3", "--chat-template", str(template)]
     server = start_server(*flags, base=str(base_with_marks(tmp_path, special=special)))
 
+    # More likely than white space, and than the beginning of a tag.
+    (x,) = server.post("/tokenize", {"prompt": "x"}).json()["tokens"]
+
     def said(bias: dict[int, float], **fields: Any) -> Any:
         body = {
             "messages": USER, "max_tokens": 60, "temperature": 0, "structured_outputs": {"regex": "[xy]{3}z"},
-            "logit_bias": {str(token): value for token, value in bias.items()},
+            "logit_bias": {str(token): value for token, value in ({x: 20.0} | bias).items()},
         }  # fmt: skip
         answer = server.post("/v1/chat/completions", body | fields)
         assert answer.status_code == 200, answer.text
@@ -325,7 +328,7 @@ def test_a_model_need_not_reason(start_server: StartServer, tmp_path: Path, spec
     # After the opening tag the closing one is likely.
     for bias, fields in (
         ({THINK: 60.0, END_THINK: 59.0}, {"repetition_penalty": 2.0}),
-        ({END_THINK: 15.0}, {"chat_template_kwargs": {"thinks": True}}),
+        ({END_THINK: 50.0}, {"chat_template_kwargs": {"thinks": True}}),
     ):
         choice = said(bias, **fields)
         assert choice["finish_reason"] == "stop", choice
