@@ -141,7 +141,7 @@ class AsyncLLM:
         # A grammar may take long to compile.
         is_quick = (
             len(parsed.text or "") <= _SHORT
-            and params.structured_outputs is None
+            and getattr(params, "structured_outputs", None) is None
             and (not isinstance(lora_request, LoRARequest) or self.llm_engine.is_at_hand(lora_request))
         )
         start = partial(

@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 
-from manylora import AsyncEngineArgs, AsyncLLM, LoRARequest, RequestOutput, SamplingParams, ValidationError
+from manylora import (
+    AsyncEngineArgs,
+    AsyncLLM,
+    LoRARequest,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+    ValidationError,
+    async_llm,
+)
+from manylora.engine.submission import submit
 from manylora.exceptions import AdapterError, EngineStoppedError
 from manylora.sampling_params import RequestOutputKind
 
@@ -40,6 +50,21 @@ async def until(condition: Any, seconds: float = 20) -> None:
     while not condition():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.005)
+
+
+def test_grammars_are_compiled_off_the_loop(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_the_loop = []
+
+    def noted(*args: Any, **fields: Any) -> Any:
+        on_the_loop.append(threading.current_thread() is threading.main_thread())
+        return submit(*args, **fields)
+
+    monkeypatch.setattr(async_llm, "submit", noted)
+    must = SamplingParams(max_tokens=9, structured_outputs=StructuredOutputsParams(regex="[ab]{3}"))
+    for params in (greedy(2, FINAL), must):
+        (*_, output) = asyncio.run(collected(engine, PROMPT, params, "one"))
+    assert output.outputs[0].text.strip("ab") == ""
+    assert on_the_loop == [True, False]
 
 
 def test_streams_of_each_kind_agree(engine: AsyncLLM) -> None:

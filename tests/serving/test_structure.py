@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Iterator
 from enum import Enum
 from typing import Annotated, Any
@@ -129,6 +131,40 @@ def test_what_cannot_be_followed_is_told(server: Server, fields: dict[str, Any],
         error = answer.json()["error"]
         assert words in error["message"]
         assert error["param"] == param
+
+
+def test_no_grammar_ends_the_server(server: Server) -> None:
+    rules = "".join(f"r{index}: r{index + 1}\n" for index in range(6000))
+    deep = {"$defs": {f"d{index}": {"items": {"$ref": f"#/$defs/d{index + 1}"}} for index in range(300)} | {"d300": {}}}
+    deep |= {"$ref": "#/$defs/d0"}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"$ref": "#/$defs/d0"}}}}}
+    tool["function"]["parameters"]["$defs"] = deep["$defs"]
+    assert server.complete(structured_outputs={"grammar": f'start: r0\n{rules}r6000: "a"\n'}).status_code == 200
+    assert server.complete(structured_outputs={"json": deep}).status_code == 200
+    body = {"messages": CHAT, "tools": [tool], "tool_choice": "required", "max_tokens": 5}
+    assert server.post("/v1/chat/completions", body).status_code in (200, 400)
+    long = server.complete(structured_outputs={"regex": "a" * 200_000})
+    assert long.status_code == 400
+    assert "`131072`" in long.json()["error"]["message"]
+    assert server.client.get("/health").status_code == 200
+
+
+def test_the_server_is_well_while_a_grammar_is_slow(server: Server) -> None:
+    slow = 'start: a\na: a a | b\nb: /[a-z ]/ | /[a-z]/ | " "'
+    answer: list[Any] = []
+    body = {"structured_outputs": {"grammar": slow}, "max_tokens": 450, "min_tokens": 450, "n": 8, "temperature": 1}
+    running = threading.Thread(target=lambda: answer.append(server.complete(**body)))
+    running.start()
+    longest = 0.0
+    while running.is_alive():
+        begun = time.monotonic()
+        assert server.client.get("/health").status_code == 200
+        longest = max(longest, time.monotonic() - begun)
+        time.sleep(0.02)
+    running.join()
+    assert longest < 1.5
+    assert answer[0].status_code == 400
+    assert "what may come next takes more than" in answer[0].json()["error"]["message"]
 
 
 def test_streams_end_where_the_structure_does(server: Server) -> None:

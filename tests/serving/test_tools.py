@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,14 +65,14 @@ def assert_follows(name: str, arguments: str) -> None:
         assert isinstance(given["now"], bool)
 
 
-def base_with_marks(folder: Path) -> Path:
+def base_with_marks(folder: Path, *, special: bool = False) -> Path:
     """A base whose tokenizer knows the marks of reasoning and calls: it has rows to spare."""
     base = folder / "base"
     shutil.copytree(ORACLE / "qwen2-padded" / "base", base)
     tokenizer = json.loads((base / "tokenizer.json").read_text())
     like = tokenizer["added_tokens"][-1]
     tokenizer["added_tokens"] += [
-        like | {"id": THINK + index, "content": mark, "special": False} for index, mark in enumerate(MARKS)
+        like | {"id": THINK + index, "content": mark, "special": special} for index, mark in enumerate(MARKS)
     ]
     (base / "tokenizer.json").write_text(json.dumps(tokenizer))
     return base
@@ -297,6 +298,41 @@ def test_what_must_be_comes_after_the_reasoning(hermes: Server) -> None:
         assert choice["message"]["content"] is None
         for call in choice["message"]["tool_calls"]:
             assert_follows(call["function"]["name"], call["function"]["arguments"])
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_a_model_need_not_reason(start_server: StartServer, tmp_path: Path, special: bool) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    flags = ["--reasoning-parser", "qwen3", "--chat-template", str(template)]
+    server = start_server(*flags, base=str(base_with_marks(tmp_path, special=special)))
+
+    # More likely than white space, and than the beginning of a tag.
+    (x,) = server.post("/tokenize", {"prompt": "x"}).json()["tokens"]
+
+    def said(bias: dict[int, float], **fields: Any) -> Any:
+        body = {
+            "messages": USER, "max_tokens": 60, "temperature": 0, "structured_outputs": {"regex": "[xy]{3}z"},
+            "logit_bias": {str(token): value for token, value in ({x: 20.0} | bias).items()},
+        }  # fmt: skip
+        answer = server.post("/v1/chat/completions", body | fields)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]
+
+    for bias in ({}, {END_THINK: 100.0}):
+        # A closing tag says nothing where none was opened.
+        choice = said(bias)
+        assert choice["finish_reason"] == "stop"
+        assert set(choice["message"]) == {"role", "content"}
+        assert re.fullmatch("[xy]{3}z", choice["message"]["content"])
+    # After the opening tag the closing one is likely.
+    for bias, fields in (
+        ({THINK: 60.0, END_THINK: 59.0}, {"repetition_penalty": 2.0}),
+        ({END_THINK: 50.0}, {"chat_template_kwargs": {"thinks": True}}),
+    ):
+        choice = said(bias, **fields)
+        assert choice["finish_reason"] == "stop", choice
+        assert re.fullmatch("[xy]{3}z", choice["message"]["content"]), choice
 
 
 def test_calls_as_llama_writes_them(start_server: StartServer, tmp_path: Path) -> None:

@@ -356,7 +356,7 @@ fn no_depth_of_a_grammar_ends_the_process() {
     let ebnf: Vec<String> = (0..5000).map(|index| format!("r{index} ::= r{}\n", index + 1)).collect();
     let cases = [
         grammar(&rules(8000, "r", "\"a\"")),
-        grammar(&rules(2000, "T", "\"a\"")),
+        grammar(&rules(200, "T", "\"a\"")),
         grammar(&format!("root ::= r0\n{}r5000 ::= \"a\"", ebnf.concat())),
         chained(2500, |next| next),
         chained(1500, |next| format!(r#"{{"type": "array", "items": {next}}}"#)),
@@ -378,6 +378,8 @@ fn no_depth_of_a_grammar_ends_the_process() {
     }
     assert_eq!(text(&engine, choice(&["still"]), None), "still");
     assert_eq!(text(&engine, grammar(&rules(3000, "r", "\"ab\"")), None), "ab");
+    let deep = refusal(&engine, params(grammar(&rules(5000, "T", "\"a\"")), None));
+    assert!(deep.contains("`5001`") && deep.contains("`500`"), "{deep}");
     let long = refusal(&engine, params(grammar(&rules(20_000, "r", "\"a\"")), None));
     assert!(long.contains("bytes") && long.contains("131072"), "{long}");
 }
@@ -412,10 +414,10 @@ fn many_choices_are_no_more_than_few() {
 #[test]
 fn a_grammar_that_takes_too_long_fails_alone() {
     let oracle = Oracle::open("llama");
-    let engine = engine(&oracle, |config| config.max_model_len = Some(2048));
+    let engine = engine(&oracle, |_| {});
     let ambiguous = "start: a\na: a a | b\nb: /[a-z ]/ | /[a-z]/ | \" \"";
     let endless =
-        SamplingParams { max_tokens: Some(1800), min_tokens: 1800, n: 2, ..params(grammar(ambiguous), Some(1)) };
+        SamplingParams { max_tokens: Some(500), min_tokens: 500, n: 2, ..params(grammar(ambiguous), Some(1)) };
     let slow = GenerateRequest::tokens([5, 40]).params(endless);
     let other = GenerateRequest::tokens([5, 40]).params(params(regex("[ab]{9}"), None));
     let mut streams = engine.submit_all(vec![slow, other], true).expect("good requests");

@@ -13,6 +13,9 @@ use super::{Tools, ebnf, lark, schema};
 /// Characters of a refusal; longer ones are cut: they quote what they refuse.
 const LONGEST_REFUSAL: usize = 500;
 
+/// Terminals in a chain: compiling takes the square of their number.
+const MOST_CHAINED: usize = 500;
+
 /// A compiled grammar, from which the constraints of sequences are made.
 pub(crate) struct Grammar {
     /// At the beginning of the text.
@@ -100,7 +103,15 @@ fn top_level(
             GrammarWithLexer::from_lark(format!("start: CHOICE\nCHOICE: {}", choices.join(" | ")))
         }
         OutputConstraint::Grammar(text) if ebnf::is_ebnf(text) => GrammarWithLexer::from_lark(ebnf::to_lark(text)?),
-        OutputConstraint::Grammar(text) => GrammarWithLexer::from_lark(text.to_owned()),
+        OutputConstraint::Grammar(text) => {
+            let chained = lark::chained_terminals(text);
+            if chained > MOST_CHAINED {
+                return Err(format!(
+                    "`{chained}` terminals are each part of the one before, and `{MOST_CHAINED}` may be; make rules of some"
+                ));
+            }
+            GrammarWithLexer::from_lark(text.to_owned())
+        }
     };
     let Some(preface) = preface else { return Ok(TopLevelGrammar::from_grammar(body)) };
     let body = GrammarWithLexer { name: Some("body".to_owned()), ..body };

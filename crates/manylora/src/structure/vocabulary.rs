@@ -11,6 +11,9 @@ use toktrie::{InferenceCapabilities, TokEnv, TokRxInfo, TokTrie, TokenId, Tokeni
 /// Longer tokens do not fit the trie; no grammar permits them.
 const LONGEST: usize = 512;
 
+/// Ways in which a text may go on that a parser follows at the same time.
+const MOST_ITEMS: usize = 20_000;
+
 /// The vocabulary, for grammars. Tokens are masked and never forced, so that nothing has to be tokenized on the way: a model
 /// may spell what the grammar demands by any tokens that add up to it.
 struct Vocabulary {
@@ -42,7 +45,10 @@ pub(super) fn factory(tokenizer: &Tokenizer, vocab_size: usize, end_tokens: &[u3
         let mut factory = ParserFactory::new(&environment, InferenceCapabilities::default(), &slices)
             .map_err(|error| error.to_string())?;
         factory.quiet();
-        factory.limits_mut().verbose_errors = false;
+        let limits = factory.limits_mut();
+        limits.verbose_errors = false;
+        // Large unions are no fault: what a token costs is bounded by its time.
+        limits.max_items_in_row = MOST_ITEMS;
         Ok(factory)
     };
     // A vocabulary that the library does not bear must not take the caller's thread with it.
