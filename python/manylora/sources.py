@@ -36,6 +36,7 @@ _STAMPS = (
     "Last-Modified", "mtime", "mtimeMs", "updated", "created",
 )  # fmt: skip
 _CHUNK = 1 << 20
+_ATTEMPTS = 5
 # No adapter is larger; whoever sends without an end is not waited for.
 _MOST_BYTES = 16 << 30
 
@@ -77,12 +78,15 @@ def fetch_adapter(url: str, name: str, *, token: str | bool | None = None, redir
             import fsspec
 
             system, path = fsspec.core.url_to_fs(place.rstrip("/"), **_options(place, redirects))
-            stamps = {file: _stamp(system.info(f"{path}/{file}")) for file in (_CONFIG, _TENSORS)}
-            # Without a stamp nobody can tell whether it has changed.
-            known = None not in stamps.values()
-            if known and (folder := kept.folder(expected, stamps)):
-                return folder
-            return kept.take(system, path, stamps, expected, name)
+            for _ in range(_ATTEMPTS):
+                stamps = {file: _stamp(system.info(f"{path}/{file}")) for file in (_CONFIG, _TENSORS)}
+                # Without a stamp nobody can tell whether it has changed.
+                known = None not in stamps.values()
+                if known and (folder := kept.folder(expected, stamps)):
+                    return folder
+                if folder := kept.take(system, path, stamps, expected, name):
+                    return folder
+    raise HubError(f"adapter `{name}`: `{url}` changes again and again while it is fetched; try again later")
 
 
 def _check_plain(place: str, name: str) -> None:
@@ -159,8 +163,10 @@ class _Kept:
                 shutil.rmtree(record.parent)
         return None
 
-    def take(self, system: Any, path: str, stamps: dict[str, str | None], tensors: str | None, name: str) -> Path:
-        """Fetch the files into a folder named by what is in them."""
+    def take(
+        self, system: Any, path: str, stamps: dict[str, str | None], tensors: str | None, name: str
+    ) -> Path | None:
+        """Fetch the files into a folder named by what is in them; None if they changed meanwhile."""
         from fsspec.callbacks import Callback
 
         class Bounded(Callback):  # type: ignore[misc]
@@ -177,7 +183,7 @@ class _Kept:
                 system.get_file(f"{path}/{file}", str(arriving / file), callback=Bounded())
             if any(_stamp(system.info(f"{path}/{file}")) != stamp for file, stamp in stamps.items()):
                 # A configuration and tensors that do not belong together are worse than none.
-                raise ValueError("it was changed while it was fetched; try again")
+                return None
             digests = {file: _digest(arriving / file) for file in stamps}
             if tensors is not None:
                 _check_digest(name, self.place, digests[_TENSORS], tensors)

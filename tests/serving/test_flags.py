@@ -148,6 +148,7 @@ ENGINE: dict[str, tuple[list[str], Any]] = {
     "gpu_memory_utilization": (["--gpu-memory-utilization", "0.5"], 0.5),
     "enforce_eager": (["--enforce-eager"], True),
     "batch_invariant": (["--batch-invariant"], True),
+    "fixed_gemm_algorithm": (["--fixed-gemm-algorithm"], True),
     "enable_prefix_caching": (["--no-enable-prefix-caching"], False),
     "enable_chunked_prefill": (["--no-enable-chunked-prefill"], False),
     "scheduling_policy": (["--scheduling-policy", "priority"], "priority"),
