@@ -38,13 +38,13 @@ def read_keys(path: str) -> str:
     entries = content.get("keys") if isinstance(content, dict) else content
     if not isinstance(entries, list):
         raise ValidationError(f"the keys file `{path}` must hold a list of keys, or an object with one as `keys`")
-    for place, entry in enumerate(entries, start=1):
+    for number, entry in enumerate(entries, start=1):
         for field in ("name", "key") if isinstance(entry, dict) else ():
             # The native side would quote it.
             if field in entry and not isinstance(entry[field], str):
                 kind = type(entry[field]).__name__
                 raise ValidationError(
-                    f"the keys file `{path}`: `{field}` of entry {place} is no text ({kind}); put it in quotes"
+                    f"the keys file `{path}`: `{field}` of entry {number} is no text ({kind}); put it in quotes"
                 )
     return json.dumps(entries)
 
