@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,10 @@ from safetensors.numpy import load_file, save_file
 from manylora import LLM, SamplingParams
 from manylora.lora.request import LoRARequest
 from oracle.oracle_check import Oracle
+
+# Programs that a shell started in the background ignore Ctrl-C, and so do those that they start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ORACLE = Path(__file__).parent / "oracle"
 BASES = sorted(path.parent.name for path in ORACLE.glob("*/base"))

@@ -449,9 +449,7 @@ def test_closing_an_engine_ends_it_for_good(make_engine: MakeEngine) -> None:
 
 
 INTERRUPTED = """
-import signal, sys, time
-# Whoever runs the tests in the background lets them ignore it.
-signal.signal(signal.SIGINT, signal.default_int_handler)
+import sys, time
 from manylora import LLM, SamplingParams
 llm = LLM(sys.argv[1], dtype="float32", use_tqdm_on_load=False, kv_cache_memory_bytes=1 << 24, max_num_seqs=4)
 long = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
