@@ -102,7 +102,7 @@ def test_metrics_are_for_keys_that_may_see_all(start_server: StartServer, file: 
     assert looked(None) == 200
 
 
-def test_a_share_goes_with_the_key(start_server: StartServer, file: Path) -> None:
+def test_weights_without_effect_are_warned_of_and_a_reload_goes_on(start_server: StartServer, file: Path) -> None:
     server = start_server(*MODULES, "--keys-file", str(file), "--scheduling-policy", "fcfs")
     assert "weights of keys have no effect" in server.log
     write(file, "{name: all, key: k-all, weight: 1}")

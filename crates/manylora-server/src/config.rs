@@ -35,6 +35,7 @@ pub struct ServerConfig {
     pub model_root: String,
     /// Keys of which every request but those to `/health`, `/ping`, `/version`, `/load`, `/metrics` and `/openapi.json` needs one;
     /// empty = none is needed.
+    /// Where keys of a keys file are confined to some adapters, `/metrics` needs one that is not, or the admin key.
     pub api_keys: Vec<String>,
     /// Keys with names and limits of their own, beside `api_keys`; they can be replaced while the server runs. None = there are
     /// none, an empty list lets nobody in.

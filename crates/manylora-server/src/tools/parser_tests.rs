@@ -1,3 +1,5 @@
+//! Calls are the same however the text that has them is cut into pieces, and what is no call stays text.
+
 use super::*;
 
 /// Content and calls of a text that comes in pieces.
