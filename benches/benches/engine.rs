@@ -1,7 +1,8 @@
 //! Decode and prefill of a 0.5B-shaped bf16 model as fractions of what the machine can do, measured around each case, and
 //! what adapters, idle adapters and a busy neighbour cost, measured in turns with the case they are compared with.
 //!
-//! `cargo bench --bench engine -- [--json FILE] [--tokens N] [--rounds N] [--threads N]`
+//! `cargo bench --bench engine -- [--json FILE] [--tokens N] [--rounds N] [--threads N] [--only WORDS]`: `--only prefill`
+//! takes the cases whose names contain the words.
 
 use std::error::Error;
 use std::path::{Path, PathBuf};
@@ -29,11 +30,12 @@ struct Options {
     tokens: usize,
     rounds: usize,
     threads: Option<usize>,
+    only: Option<String>,
 }
 
 impl Options {
     fn parse() -> Result<Self, Box<dyn Error>> {
-        let mut options = Self { json: None, tokens: 24, rounds: 5, threads: None };
+        let mut options = Self { json: None, tokens: 24, rounds: 5, threads: None, only: None };
         let mut arguments = std::env::args().skip(1);
         while let Some(argument) = arguments.next() {
             let mut value = || arguments.next().ok_or(format!("`{argument}` needs a value"));
@@ -42,6 +44,7 @@ impl Options {
                 "--tokens" => options.tokens = value()?.parse()?,
                 "--rounds" => options.rounds = value()?.parse()?,
                 "--threads" => options.threads = Some(value()?.parse()?),
+                "--only" => options.only = Some(value()?),
                 // What cargo passes.
                 "--bench" | "--test" => {}
                 other => return Err(format!("unknown argument `{other}`").into()),
@@ -52,6 +55,11 @@ impl Options {
         }
         Ok(options)
     }
+}
+
+/// Whether a case is to be measured.
+fn wants(only: Option<&String>, what: &str) -> bool {
+    only.is_none_or(|only| what.contains(only))
 }
 
 /// Another process that keeps a core busy whenever it is told to.
@@ -116,6 +124,9 @@ impl Bench {
         work: Work,
         seconds: &dyn Fn(usize) -> f64,
     ) -> Result<(), Box<dyn Error>> {
+        if !wants(self.options.only.as_ref(), what) {
+            return Ok(());
+        }
         let mut fractions = Vec::new();
         let mut rates = Vec::new();
         let mut before = Limits::measure(&self.backend, LIMIT_TIME)?;
@@ -180,6 +191,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let limits = Limits::measure(&backend, Duration::from_secs(1))?;
     let mut bench = Bench { backend, options, cases: Vec::new(), comparisons: Vec::new() };
     let (tokens, rounds, threads) = (bench.options.tokens, bench.options.rounds, bench.options.threads);
+    let only = bench.options.only.clone();
+    let wanted = |what: &str| wants(only.as_ref(), what);
     let plain = Bench::engine(false, threads)?;
     let lora = Bench::engine(true, threads)?;
     let machine = format!(
@@ -217,7 +230,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     // A hundredth is to be seen on a machine that drifts by tens: many short runs in turns, on one engine, so that both
     // read the same pages of memory. Apart from what it lets be loaded, an engine with LoRA is one without.
-    for rows in [1, 8] {
+    for rows in [1, 8].into_iter().filter(|_| wanted("idle adapters")) {
         let batch = on(&lora, rows, &none);
         let with = |loaded: bool, round: usize| {
             set_loaded(&lora, loaded).expect("the adapters are good");
@@ -227,20 +240,22 @@ fn main() -> Result<(), Box<dyn Error>> {
         bench.compare(&format!("{rows} base rows: {ADAPTERS} idle adapters / none loaded"), &turns, 1, 0);
     }
     set_loaded(&lora, true)?;
-    let (base, on_one, on_eight) = (on(&lora, 8, &none), on(&lora, 8, &one), on(&lora, 8, &eight));
-    let turns = Turns::take(
-        rounds,
-        &mut [&mut |round| base.step(round, tokens), &mut |round| on_one.step(round, tokens), &mut |round| {
-            on_eight.step(round, tokens)
-        }],
-    );
-    bench.compare("8 rows: one adapter / base", &turns, 1, 0);
-    bench.compare("8 rows: 8 adapters / base", &turns, 2, 0);
-    bench.compare("8 rows: 8 adapters / one adapter", &turns, 2, 1);
+    if wanted("8 rows:") {
+        let (base, on_one, on_eight) = (on(&lora, 8, &none), on(&lora, 8, &one), on(&lora, 8, &eight));
+        let turns = Turns::take(
+            rounds,
+            &mut [&mut |round| base.step(round, tokens), &mut |round| on_one.step(round, tokens), &mut |round| {
+                on_eight.step(round, tokens)
+            }],
+        );
+        bench.compare("8 rows: one adapter / base", &turns, 1, 0);
+        bench.compare("8 rows: 8 adapters / base", &turns, 2, 0);
+        bench.compare("8 rows: 8 adapters / one adapter", &turns, 2, 1);
+    }
 
     let single = Bench::engine(false, Some(1))?;
     let neighbour = Neighbour::start()?;
-    for rows in [1, 8] {
+    for rows in [1, 8].into_iter().filter(|_| wanted("another process")) {
         let (team, alone) = (on(&plain, rows, &none), on(&single, rows, &none));
         let turns = Turns::take(
             rounds,

@@ -36,8 +36,11 @@ pub(super) const MOST_ROWS: usize = 48;
 const FEWEST_ROWS: usize = 24;
 /// Bytes of activations that should stay in the second-level cache while panels pass by.
 const ROWS_BYTES: usize = 768 << 10;
-/// Bytes of a panel that stay in the first-level cache while several blocks of rows pass by.
-const STEPS_BYTES: usize = 8 << 10;
+/// Bytes of a panel that several blocks of rows pass by one after the other, before the next bytes: what the caches next
+/// to the core hold beside the rows.
+const STRETCH_BYTES: usize = 32 << 10;
+/// The same where something is fetched in the gaps between blocks: more of them, so that few lines are asked for at once.
+const STRETCH_BYTES_WITH_GAPS: usize = 8 << 10;
 /// Panels that belong together in a run, and runs that a thread draws of each block of rows when nobody is late: few
 /// enough to read long stretches of memory, many enough to even out.
 const PANELS_TOGETHER: usize = 4;
@@ -516,10 +519,12 @@ impl Call<'_> {
         let steps = self.inputs.div_ceil(part.format.inputs_per_step());
         let panel_bytes = part.format.panel_bytes(self.inputs);
         let (first_output, width) = (panel * part.format.width(), group * part.format.width());
-        // In one go while few rows read the panel once and nothing is to be fetched meanwhile; else in stretches that stay
-        // in the first-level cache.
+        // In one go while few rows read the panel once and nothing is to be fetched meanwhile; else in stretches, all of
+        // about the same length.
+        let most_bytes = if expand.is_empty() { STRETCH_BYTES } else { STRETCH_BYTES_WITH_GAPS };
         let whole = rows.len() <= 6 && expand.is_empty();
-        let stretch = if whole { steps } else { STEPS_BYTES / part.format.step_bytes() }.max(1);
+        let stretches = if whole { 1 } else { (steps * part.format.step_bytes()).div_ceil(most_bytes).max(1) };
+        let stretch = steps.div_ceil(stretches).next_multiple_of(16);
         let gaps = blocks_of_rows(self.level, rows.len(), steps, stretch);
         let ahead = expand.ahead(first_output, width, gaps);
         let mut first_step = 0;

@@ -7,10 +7,11 @@
 #![expect(clippy::needless_range_loop, reason = "indices name registers; the loops are unrolled")]
 
 use std::arch::x86_64::{
-    __m256, _mm256_and_si256, _mm256_broadcast_ss, _mm256_castsi256_ps, _mm256_fmadd_ps, _mm256_load_ps,
-    _mm256_load_si256, _mm256_loadu_ps, _mm256_set1_epi32, _mm256_setzero_ps, _mm256_slli_epi32, _mm256_storeu_ps,
+    __m256, _mm256_broadcast_ss, _mm256_fmadd_ps, _mm256_load_ps, _mm256_load_si256, _mm256_loadu_ps,
+    _mm256_setzero_ps, _mm256_storeu_ps,
 };
 
+use super::widen::Widening;
 use crate::cpu::kernels::ExpandJob;
 
 const WIDTH: usize = 16;
@@ -108,16 +109,14 @@ unsafe fn run<const BF16: bool, const N: usize, const RUNNING: usize>(
     end: usize,
 ) {
     let bytes = if BF16 { 32 } else { 64 };
+    let widening = Widening::new();
     while *step < end {
         for pair in 0..RUNNING {
             // SAFETY: the running pairs have `end` steps or more; panels are aligned and a step is 32 or 64 bytes.
             unsafe {
                 let address = pairs.weights[pair].add(*step * bytes);
                 let (low, high) = if BF16 {
-                    let both = _mm256_load_si256(address.cast());
-                    let high_halves = _mm256_set1_epi32(0xFFFF_0000_u32 as i32);
-                    let low = _mm256_castsi256_ps(_mm256_slli_epi32::<16>(both));
-                    (low, _mm256_castsi256_ps(_mm256_and_si256(both, high_halves)))
+                    widening.widen(_mm256_load_si256(address.cast()))
                 } else {
                     let address: *const f32 = address.cast();
                     (_mm256_load_ps(address), _mm256_load_ps(address.add(8)))

@@ -9,5 +9,6 @@ pub(super) mod avx512_gemm;
 pub(super) mod detect;
 pub(super) mod peak;
 pub(super) mod vector;
+mod widen;
 
 pub(super) use detect::{has_avx2, has_avx512_bf16};
