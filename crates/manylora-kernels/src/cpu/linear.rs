@@ -38,7 +38,7 @@ const FEWEST_ROWS: usize = 24;
 const ROWS_BYTES: usize = 768 << 10;
 /// Bytes of a panel that several blocks of rows pass by one after the other, before the next bytes: what the caches next
 /// to the core hold beside the rows.
-const STRETCH_BYTES: usize = 32 << 10;
+const STRETCH_BYTES: usize = 16 << 10;
 /// The same where something is fetched in the gaps between blocks: more of them, so that few lines are asked for at once.
 const STRETCH_BYTES_WITH_GAPS: usize = 8 << 10;
 /// Panels that belong together in a run, and runs that a thread draws of each block of rows when nobody is late: few

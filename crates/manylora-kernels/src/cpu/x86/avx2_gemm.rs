@@ -7,8 +7,8 @@
 #![expect(clippy::needless_range_loop, reason = "indices name registers; the loops are unrolled")]
 
 use std::arch::x86_64::{
-    __m256, _MM_HINT_T0, _mm_prefetch, _mm256_broadcast_ss, _mm256_fmadd_ps, _mm256_load_ps, _mm256_load_si256,
-    _mm256_loadu_ps, _mm256_setzero_ps, _mm256_storeu_ps,
+    __m256, _MM_HINT_T0, _MM_HINT_T1, _mm_prefetch, _mm256_broadcast_ss, _mm256_fmadd_ps, _mm256_load_ps,
+    _mm256_load_si256, _mm256_loadu_ps, _mm256_setzero_ps, _mm256_storeu_ps,
 };
 
 use super::widen::Widening;
@@ -23,6 +23,9 @@ const UNROLL: usize = 4;
 const AHEAD: usize = 4096;
 /// The same with several panels side by side, each of them a stream.
 const AHEAD_OF_EACH: usize = 1536;
+/// The same where several blocks of rows pass by the same bytes, each fetching its share of what follows. It is fetched to
+/// the second-level cache: the first holds what the blocks share.
+const AHEAD_OF_BLOCKS: usize = 8192;
 /// Bytes of one step of a panel's stream.
 const fn step_bytes(bf16: bool) -> usize {
     if bf16 { 32 } else { 64 }
@@ -60,10 +63,10 @@ unsafe fn panel<const BF16: bool>(job: &PanelJob<'_>) {
     // SAFETY: passed on; each arm's ROWS is the length of the rows it gets.
     unsafe {
         match (job.panels, job.rows.len()) {
-            (4, 1) => block::<BF16, 1, 4>(job, job.rows, AHEAD_OF_EACH, per_unroll),
-            (2, 1) => block::<BF16, 1, 2>(job, job.rows, AHEAD_OF_EACH, per_unroll),
-            (2, 2) => block::<BF16, 2, 2>(job, job.rows, AHEAD_OF_EACH, per_unroll),
-            (2, 3) => block::<BF16, 3, 2>(job, job.rows, AHEAD_OF_EACH, per_unroll),
+            (4, 1) => block::<BF16, 1, 4, _MM_HINT_T0>(job, job.rows, AHEAD_OF_EACH, per_unroll),
+            (2, 1) => block::<BF16, 1, 2, _MM_HINT_T0>(job, job.rows, AHEAD_OF_EACH, per_unroll),
+            (2, 2) => block::<BF16, 2, 2, _MM_HINT_T0>(job, job.rows, AHEAD_OF_EACH, per_unroll),
+            (2, 3) => block::<BF16, 3, 2, _MM_HINT_T0>(job, job.rows, AHEAD_OF_EACH, per_unroll),
             (1, _) => return single_panel::<BF16>(job),
             (panels, rows) => unreachable!("no register block of {rows} rows by {panels} panels"),
         }
@@ -74,34 +77,52 @@ unsafe fn panel<const BF16: bool>(job: &PanelJob<'_>) {
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 unsafe fn single_panel<const BF16: bool>(job: &PanelJob<'_>) {
-    let bytes = job.steps * step_bytes(BF16);
     let blocks = job.rows.len().div_ceil(MOST_ROWS);
+    if blocks == 1 {
+        // The only block reads the stream once and runs ahead of itself.
+        // SAFETY: passed on.
+        unsafe { rows_of_panel::<BF16, _MM_HINT_T0>(job, job.rows, AHEAD, UNROLL * step_bytes(BF16)) };
+        job.after_block();
+        return;
+    }
+    let share = job.steps * step_bytes(BF16) / blocks;
     let mut first = 0;
     for index in 0..blocks {
         let rows = &job.rows[first..first + block_rows(job.rows.len(), MOST_ROWS, index)];
         first += rows.len();
-        // One block reads the stream once and runs ahead of itself; of several, each fetches its share of what follows.
-        let (ahead, share) = if blocks == 1 { (AHEAD, 1) } else { (bytes + index * (bytes / blocks), blocks) };
-        let per_unroll = UNROLL * step_bytes(BF16) / share;
-        // SAFETY: passed on; each arm's ROWS is the length of the rows it gets.
-        unsafe {
-            match rows.len() {
-                1 => block::<BF16, 1, 1>(job, rows, ahead, per_unroll),
-                2 => block::<BF16, 2, 1>(job, rows, ahead, per_unroll),
-                3 => block::<BF16, 3, 1>(job, rows, ahead, per_unroll),
-                4 => block::<BF16, 4, 1>(job, rows, ahead, per_unroll),
-                5 => block::<BF16, 5, 1>(job, rows, ahead, per_unroll),
-                _ => block::<BF16, 6, 1>(job, rows, ahead, per_unroll),
-            }
-        }
+        let (ahead, per_unroll) = (AHEAD_OF_BLOCKS + index * share, UNROLL * step_bytes(BF16) / blocks);
+        // SAFETY: passed on.
+        unsafe { rows_of_panel::<BF16, _MM_HINT_T1>(job, rows, ahead, per_unroll) };
         job.after_block();
+    }
+}
+
+/// Up to [`MOST_ROWS`] rows by one panel.
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn rows_of_panel<const BF16: bool, const HINT: i32>(
+    job: &PanelJob<'_>,
+    rows: &[PanelRow],
+    ahead: usize,
+    per_unroll: usize,
+) {
+    // SAFETY: passed on; each arm's ROWS is the length of the rows it gets.
+    unsafe {
+        match rows.len() {
+            1 => block::<BF16, 1, 1, HINT>(job, rows, ahead, per_unroll),
+            2 => block::<BF16, 2, 1, HINT>(job, rows, ahead, per_unroll),
+            3 => block::<BF16, 3, 1, HINT>(job, rows, ahead, per_unroll),
+            4 => block::<BF16, 4, 1, HINT>(job, rows, ahead, per_unroll),
+            5 => block::<BF16, 5, 1, HINT>(job, rows, ahead, per_unroll),
+            _ => block::<BF16, 6, 1, HINT>(job, rows, ahead, per_unroll),
+        }
     }
 }
 
 /// One register block. Prefetches from `ahead` bytes behind the first step on, `per_unroll` bytes for every [`UNROLL`] steps.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
-unsafe fn block<const BF16: bool, const ROWS: usize, const PANELS: usize>(
+unsafe fn block<const BF16: bool, const ROWS: usize, const PANELS: usize, const HINT: i32>(
     job: &PanelJob<'_>,
     rows: &[PanelRow],
     ahead: usize,
@@ -131,7 +152,7 @@ unsafe fn block<const BF16: bool, const ROWS: usize, const PANELS: usize>(
                 for offset in 0..UNROLL * step_bytes(BF16) / 64 {
                     // Of several blocks, each fetches a line or two of what follows.
                     if offset == 0 || offset * 64 < per_unroll {
-                        _mm_prefetch::<_MM_HINT_T0>(line.wrapping_add(64 * offset));
+                        _mm_prefetch::<HINT>(line.wrapping_add(64 * offset));
                     }
                 }
             }
