@@ -41,6 +41,26 @@ impl Batch<'_> {
         (long - short) / (tokens - 1) as f64
     }
 
+    /// Seconds of each decode step of a run of `tokens` new tokens, as the first row's tokens arrive; the first token, which
+    /// ends the prefill, and the second, whose step the others' prefill may share, begin none.
+    ///
+    /// # Panics
+    ///
+    /// When a request fails.
+    pub fn steps(&self, round: usize, tokens: usize) -> Vec<f64> {
+        let requests = (0..self.rows).map(|row| self.request(row, round, tokens)).collect();
+        let mut streams = self.engine.submit_all(requests, true).expect("the requests are good");
+        let mut arrivals = Vec::with_capacity(tokens);
+        while let Some(delta) = streams[0].next_delta() {
+            delta.expect("the request goes on");
+            arrivals.push(Instant::now());
+        }
+        for stream in &mut streams[1..] {
+            stream.collect_all().expect("the request finishes");
+        }
+        arrivals.windows(2).skip(1).map(|pair| (pair[1] - pair[0]).as_secs_f64()).collect()
+    }
+
     fn request(&self, row: usize, round: usize, tokens: usize) -> GenerateRequest {
         // Prompts differ from each other and from round to round: no prefix is found in a cache.
         let prompt: Vec<u32> =

@@ -53,13 +53,15 @@ impl Work {
         }
     }
 
-    /// A prefill of `rows` tokens of one sequence; only the last row meets the head.
-    pub fn prefill(shape: &Shape, rows: usize) -> Self {
-        let body = (shape.parameters() - shape.head_parameters()) as f64;
-        let attention = (shape.layers * shape.heads * shape.head_dim * rows * rows) as f64;
+    /// A prefill of `sequences` prompts of `tokens` tokens each, with one adapter of `rank` (0 = the base); only their last
+    /// rows meet the head.
+    pub fn prefill(shape: &Shape, sequences: usize, tokens: usize, rank: usize) -> Self {
+        let (rows, adapter) = ((sequences * tokens) as f64, shape.adapter_parameters(rank) as f64);
+        let body = (shape.parameters() - shape.head_parameters()) as f64 + adapter;
+        let attention = (sequences * shape.layers * shape.heads * shape.head_dim * tokens * tokens) as f64;
         Self {
-            bytes: 2.0 * shape.parameters() as f64,
-            flops: 2.0 * (rows as f64 * body + shape.head_parameters() as f64 + attention),
+            bytes: 2.0 * (shape.parameters() as f64 + adapter),
+            flops: 2.0 * (rows * body + (sequences * shape.head_parameters()) as f64 + attention),
         }
     }
 }

@@ -14,7 +14,7 @@ use super::x86;
 use crate::backend::StorageType;
 
 /// Most panels that one call computes side by side.
-pub(super) const MAX_PANELS: usize = 4;
+pub(super) const MAX_PANELS: usize = 6;
 
 /// One row of a [`PanelJob`].
 #[derive(Clone, Copy)]
@@ -32,7 +32,7 @@ pub(super) struct PanelJob<'a> {
     pub(super) weights: *const u8,
     /// Bytes from one panel to the next.
     pub(super) panel_stride: usize,
-    /// Panels side by side: 1, 2 or 4.
+    /// Panels side by side: as many as the level has a kernel for.
     pub(super) panels: usize,
     /// Steps to run.
     pub(super) steps: usize,

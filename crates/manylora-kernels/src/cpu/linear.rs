@@ -437,7 +437,7 @@ impl Call<'_> {
             let expand = self.expand(part, first_row, rows);
             let mut panel = first;
             while panel < last {
-                let group = panels_side_by_side(rows, last - panel);
+                let group = panels_side_by_side(self.level, rows, last - panel);
                 let width = group * part.format.width();
                 for (index, row) in list[..rows].iter_mut().enumerate() {
                     // SAFETY: inputs and tile have room for these rows.
@@ -585,10 +585,12 @@ impl Call<'_> {
 }
 
 /// Panels computed together: with few rows one panel has too few chains to keep memory busy.
-const fn panels_side_by_side(rows: usize, left: usize) -> usize {
-    match (rows, left) {
-        (1, 4..) => 4,
-        (1..=2, 2..) => 2,
+const fn panels_side_by_side(level: SimdLevel, rows: usize, left: usize) -> usize {
+    match (level, rows, left) {
+        (SimdLevel::Avx2, 1, 6..) => 6,
+        (_, 1, 4..) => 4,
+        (SimdLevel::Avx2, 2, 3..) => 3,
+        (_, 1 | 2, 2..) => 2,
         _ => 1,
     }
 }

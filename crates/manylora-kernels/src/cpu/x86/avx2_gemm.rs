@@ -21,8 +21,9 @@ const MOST_ROWS: usize = 6;
 const UNROLL: usize = 4;
 /// How far ahead of its use the packed stream is prefetched when it is read once.
 const AHEAD: usize = 4096;
-/// The same with several panels side by side, each of them a stream.
-const AHEAD_OF_EACH: usize = 1536;
+/// The same with several panels side by side, each of them a stream: far enough for the memory's latency, and near enough
+/// that what all streams ask for at once finds room.
+const AHEAD_OF_EACH: usize = 512;
 /// The same where several blocks of rows pass by the same bytes, each fetching its share of what follows. It is fetched to
 /// the second-level cache: the first holds what the blocks share.
 const AHEAD_OF_BLOCKS: usize = 8192;
@@ -63,10 +64,11 @@ unsafe fn panel<const BF16: bool>(job: &PanelJob<'_>) {
     // SAFETY: passed on; each arm's ROWS is the length of the rows it gets.
     unsafe {
         match (job.panels, job.rows.len()) {
+            (6, 1) => block::<BF16, 1, 6, _MM_HINT_T0>(job, job.rows, AHEAD_OF_EACH, per_unroll),
             (4, 1) => block::<BF16, 1, 4, _MM_HINT_T0>(job, job.rows, AHEAD_OF_EACH, per_unroll),
             (2, 1) => block::<BF16, 1, 2, _MM_HINT_T0>(job, job.rows, AHEAD_OF_EACH, per_unroll),
+            (3, 2) => block::<BF16, 2, 3, _MM_HINT_T0>(job, job.rows, AHEAD_OF_EACH, per_unroll),
             (2, 2) => block::<BF16, 2, 2, _MM_HINT_T0>(job, job.rows, AHEAD_OF_EACH, per_unroll),
-            (2, 3) => block::<BF16, 3, 2, _MM_HINT_T0>(job, job.rows, AHEAD_OF_EACH, per_unroll),
             (1, _) => return single_panel::<BF16>(job),
             (panels, rows) => unreachable!("no register block of {rows} rows by {panels} panels"),
         }
@@ -145,8 +147,14 @@ unsafe fn block<const BF16: bool, const ROWS: usize, const PANELS: usize, const 
         }
         let widening = Widening::new();
         let mut prefetch = job.weights.wrapping_add(ahead);
+        // Where the streams end, those of the next panels begin, which follow the last one.
+        let end = job.panel_stride.saturating_sub(job.first_step * step_bytes(BF16) + ahead) / step_bytes(BF16);
+        let end = end.next_multiple_of(UNROLL);
         let mut step = 0;
         while step + UNROLL <= job.steps {
+            if PANELS > 1 && step == end {
+                prefetch = prefetch.wrapping_add((PANELS - 1) * job.panel_stride);
+            }
             for panel in 0..PANELS {
                 let line = prefetch.wrapping_add(panel * job.panel_stride).cast::<i8>();
                 for offset in 0..UNROLL * step_bytes(BF16) / 64 {

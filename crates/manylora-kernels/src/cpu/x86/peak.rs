@@ -63,7 +63,7 @@ pub(in crate::cpu) unsafe fn dot_products(rounds: usize) -> u64 {
 pub(in crate::cpu) unsafe fn read_streams(values: &[u32]) -> u32 {
     const STREAMS: usize = 4;
     const LINE: usize = 16;
-    const AHEAD: usize = 24 * LINE;
+    const AHEAD: usize = 8 * LINE;
     let each = values.len() / STREAMS / LINE * LINE;
     let mut sums: [[__m256i; 2]; STREAMS] = [[_mm256_setzero_si256(); 2]; STREAMS];
     for line in (0..each).step_by(LINE) {
