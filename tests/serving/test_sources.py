@@ -106,7 +106,12 @@ def test_what_cannot_be_fetched_says_why(place: str, monkeypatch: pytest.MonkeyP
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
+    together = threading.Barrier(4, timeout=60)
+
     def do_GET(self) -> None:
+        if self.path.startswith("/together/") and self.path.endswith(TENSORS) and self.command == "GET":
+            # Nobody is answered before a few ask at the same time.
+            self.together.wait()
         if self.path.startswith("/adapters/moved/"):
             self.send_response(302)
             self.send_header("Location", self.path.replace("adapters/moved", "private/beta"))
@@ -248,6 +253,36 @@ def test_the_operators_own_adapters_may_lie_anywhere(
     server = start_server(*flags, folder=tmp_path, MANYLORA_CACHE=str(cache))
     assert server.ids() == ["base", "alpha", "beta"]
     assert len({server.text(name) for name in ("base", "alpha", "beta")}) == 3
+
+
+def test_what_a_manifest_names_is_fetched_some_at_a_time(
+    start_server: StartServer, site: tuple[str, Path], tmp_path: Path, cache: Path
+) -> None:
+    url, folder = site
+    names = [f"a{number:02}" for number in range(13)]
+    for name in names:
+        shutil.copytree(ADAPTERS / "alpha", folder / "together" / name)
+    manifest = tmp_path / "adapters.json"
+    entries = [{"name": name, "path": f"{url}/together/{name}"} for name in names]
+    # Nearby ones among them.
+    entries[3]["path"] = str(ADAPTERS / "beta")
+    manifest.write_text(json.dumps(entries))
+    flags = ("--lora-manifest", str(manifest))
+    server = start_server(*flags, folder=tmp_path, MANYLORA_CACHE=str(cache))
+    assert server.ids() == ["base", *names], server.log
+    assert server.text("a03") != server.text("a04") == server.text("a12")
+    assert "13 adapters registered" in server.log
+    server.close()
+    # All that is wrong is told at once, in the order of the manifest.
+    entries[7]["path"] = f"{url}/nowhere"
+    entries[2]["path"] = f"{url}/adapters/alpha#sha256={digest('beta')}"
+    manifest.write_text(json.dumps(entries))
+    server = start_server(*flags, folder=tmp_path, MANYLORA_CACHE=str(cache))
+    assert server.process.wait(30) == 1
+    told = server.log
+    assert "2 adapters cannot be served:" in told
+    assert told.index("a02") < told.index(digest("beta")) < told.index(f"{url}/nowhere")
+    assert "`a03`" not in told
 
 
 @pytest.mark.parametrize("given", ["bucket/x", "https://", "s3://b/../c"])
