@@ -1,4 +1,4 @@
-"""The cache of fetched adapters has a bound: what nobody uses goes first, and nothing that somebody uses goes at all."""
+"""The cache of fetched adapters has a bound: what nobody uses goes first, and what somebody uses does not go at all."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from manylora import adapter_cache, sources
+from manylora import LLM, LoRARequest, adapter_cache, sources
 
-from ..conftest import MakeEngine
-from .conftest import ADAPTERS, StartServer
-from .test_sources import CONFIG, ON, TENSORS
+from .conftest import ADAPTERS
+from .test_sources import CONFIG, TENSORS
 
 FETCH = "import sys; from manylora import sources; print(sources.fetch_adapter(sys.argv[1], 'a'), flush=True); input()"
 
@@ -123,9 +122,7 @@ def test_nothing_is_taken_away_while_it_is_looked_for(place: Callable[[str], str
 
 
 @pytest.mark.usefixtures("hasty")
-def test_what_an_engine_may_read_stays(place: Callable[[str], str], make_engine: MakeEngine) -> None:
-    from manylora import LoRARequest
-
+def test_what_an_engine_may_read_stays(place: Callable[[str], str], make_engine: Callable[..., LLM]) -> None:
     llm = make_engine(lora_cache_bytes=1)
     url = place("alpha")
     assert llm.llm_engine.register_loras([LoRARequest("a", 1, url)]) == {}
@@ -159,7 +156,10 @@ def test_fetching_and_removing_at_once(place: Callable[[str], str]) -> None:
         while not is_over.is_set():
             with adapter_cache.left_alone():
                 folder = sources.fetch_adapter(url, "a")
-                whole = all((folder / file).stat().st_size == os.path.getsize(url[7:] + f"/{file}") for file in FILES)
+                whole = all(
+                    (folder / file).stat().st_size == os.path.getsize(url[7:] + f"/{file}")
+                    for file in (CONFIG, TENSORS)
+                )
                 if not whole:
                     broken.append(folder)
 
@@ -172,27 +172,3 @@ def test_fetching_and_removing_at_once(place: Callable[[str], str]) -> None:
     for thread in threads:
         thread.join()
     assert broken == []
-
-
-FILES = (CONFIG, TENSORS)
-
-
-def test_a_server_keeps_to_the_bound(start_server: StartServer, place: Callable[[str], str], cache: Path) -> None:
-    alpha, beta = place("alpha"), place("beta")
-    root = alpha.rpartition("/")[0]
-    flags = ("--lora-sources", root, "--lora-cache-bytes", "1")
-    first = start_server(*flags, MANYLORA_CACHE=str(cache.parent), **ON)
-    assert first.load("alpha", alpha).status_code == 200
-    second = start_server(*flags, MANYLORA_CACHE=str(cache.parent), **ON)
-    assert second.load("beta", beta).status_code == 200
-    # Each has its own.
-    assert "removed" not in first.log + second.log
-    assert "what is left is in use" in second.log
-    expected = first.text("alpha")
-    assert first.stop() == 0
-    third = start_server(*flags, "--lora-modules", f"beta={beta}", MANYLORA_CACHE=str(cache.parent), **ON)
-    assert third.log.count("removed `") == 1
-    assert third.ids() == ["base", "beta"]
-    assert third.text("beta") == second.text("beta")
-    assert third.load("alpha", alpha).status_code == 200
-    assert third.text("alpha") == expected

@@ -177,9 +177,7 @@ def test_a_reload_changes_limits_and_gives_nothing_back(start_server: StartServe
 
 
 def test_a_reload_counts_what_runs(start_server: StartServer, file: Path) -> None:
-    server = start_server(
-        *MODULES, "--keys-file", str(file), "--max-num-seqs", "1", "--scheduling-policy", "priority"
-    )
+    server = start_server(*MODULES, "--keys-file", str(file), "--max-num-seqs", "1", "--scheduling-policy", "priority")
     few = "name: few, key: k-few"
     reload(server, file, f"{{{few}, max_concurrent: 64}}")
     long = {"model": "alpha", "prompt": [PROMPT] * 64, "max_tokens": 480, "ignore_eos": True, "stream": True}

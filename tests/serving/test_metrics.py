@@ -210,7 +210,9 @@ def test_a_49_two_thousand_adapters_come_and_go(start_server: StartServer, tmp_p
     assert len(versions) == at_once * rounds
     look(0, at_once * rounds)
     page = Page(server)
-    assert page.value("manylora:adapters_resident", tier="host") == page.value("manylora:adapter_bytes", tier="host") == 0
+    assert (
+        page.value("manylora:adapters_resident", tier="host") == page.value("manylora:adapter_bytes", tier="host") == 0
+    )
     assert page.value("manylora:adapter_load_failures_total", reason="io") == 0
     assert server.ids() == ["base"]
 

@@ -118,7 +118,11 @@ def test_the_clients_own_classes_are_filled(client: openai.OpenAI) -> None:
         ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema.schema"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "multiple are specified"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "not supported"),
-        ({"structured_outputs": {"json": {"type": "things"}}}, "structured_outputs", "structured_outputs.json cannot be used: "),
+        (
+            {"structured_outputs": {"json": {"type": "things"}}},
+            "structured_outputs",
+            "structured_outputs.json cannot be used: ",
+        ),
         ({"structured_outputs": {"regex": "[a"}}, "structured_outputs", "structured_outputs.regex cannot be used: "),
         ({"guided_grammar": "start: nothing"}, "guided_grammar", "structured_outputs.grammar cannot be used: "),
         ({"guided_json": 5}, "guided_json", "a JSON Schema is an object, got `5`"),

@@ -268,8 +268,8 @@ def _register(llm: LLM, modules: list[tuple[str, str]], base_names: list[str]) -
             raise ValidationError(f"The lora adapter '{name}' conflicts with a served base model.")
     if not modules:
         return
-    refused = llm.llm_engine.register_all([(name, None, path) for name, path in modules])
-    match list(refused.values()):
+    registered = llm.llm_engine.register_all([(name, None, path) for name, path in modules])
+    match [result for result in registered if isinstance(result, ManyLoRAError)]:
         case [error]:
             raise error
         case [_, *_] as errors:

@@ -101,36 +101,45 @@ class AdapterAdministration:
             adapters = [(request.lora_name, request.lora_int_id, request.lora_path) for request in requests]
         if adapters and not self.settings.enable_lora:
             raise ValidationError("adapters cannot be registered: LoRA is not enabled; set enable_lora=True")
-        return self.register_all(adapters)
+        refused: dict[str, ManyLoRAError] = {}
+        for (name, *_), result in zip(adapters, self.register_all(adapters), strict=True):
+            if isinstance(result, ManyLoRAError):
+                refused[name] = result
+            else:
+                _warn(result)
+        return refused
 
-    def register_all(self, adapters: Sequence[tuple[str, int | None, str]]) -> dict[str, ManyLoRAError]:
+    def register_all(
+        self, adapters: Sequence[tuple[str, int | None, str]]
+    ) -> list[_core.AdapterRecord | ManyLoRAError]:
         """Register adapters, (name, integer id, path or hub id or URL) each; see `register_loras`.
 
         What lies elsewhere is fetched, some at a time.
+
+        Returns:
+            In their order what was registered, or why it was not.
+
         """
-        refused: dict[str, ManyLoRAError] = {}
-        found = []
         with adapter_cache.left_alone():
             places = find_all(
                 [(name, path) for name, _, path in adapters], self._path, show_progress=self.settings.use_tqdm_on_load
             )
-            for (name, int_id, path), place in zip(adapters, places, strict=True):
-                if isinstance(place, ManyLoRAError):
-                    refused[name] = place
-                else:
-                    found.append((name, int_id, place, path))
-            for (name, *_), result in zip(found, self.core.register_adapters(found), strict=True):
-                if isinstance(result, EngineStoppedError):
-                    raise result
-                if isinstance(result, ManyLoRAError):
-                    refused[name] = result
-                elif isinstance(result, BaseException):
-                    raise result
-                else:
-                    _warn(result)
+            found = [
+                (name, int_id, place, path)
+                for (name, int_id, path), place in zip(adapters, places, strict=True)
+                if isinstance(place, str)
+            ]
+            registered = iter(self.core.register_adapters(found))
+            results = [place if isinstance(place, ManyLoRAError) else next(registered) for place in places]
         adapter_cache.prune(self.settings.lora_cache_bytes)
-        # In the order in which they were given.
-        return {name: refused[name] for name, *_ in adapters if name in refused}
+        checked: list[_core.AdapterRecord | ManyLoRAError] = []
+        for result in results:
+            if isinstance(result, BaseException) and (
+                isinstance(result, EngineStoppedError) or not isinstance(result, ManyLoRAError)
+            ):
+                raise result
+            checked.append(result)
+        return checked
 
     def adapter_folders(self) -> list[str]:
         """Return where the adapters lie that the engine may read."""
