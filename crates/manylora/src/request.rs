@@ -56,14 +56,7 @@ impl GenerateRequest {
     }
 
     fn new(prompt: Prompt) -> Self {
-        Self {
-            prompt,
-            params: Arc::default(),
-            adapters: Vec::new(),
-            priority: 0,
-            cache_salt: None,
-            tenant: None,
-        }
+        Self { prompt, params: Arc::default(), adapters: Vec::new(), priority: 0, cache_salt: None, tenant: None }
     }
 
     /// Adds an adapter at full strength.

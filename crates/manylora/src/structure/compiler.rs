@@ -258,6 +258,17 @@ mod tests {
     }
 
     #[test]
+    fn who_would_wait_behind_many_is_sent_away_for_a_moment() {
+        let compiler = Compiler::default();
+        compiler.shared.lock().waiting = MOST_WAITING;
+        let told = compiler.compile(&words("a"), || unreachable!("it is not compiled"));
+        assert!(matches!(told, Err(EngineError::Busy(_))));
+        compiler.shared.lock().waiting -= 1;
+        let told = compiler.compile(&words("a"), || Err("no such thing".to_owned()));
+        assert!(matches!(told, Err(EngineError::StructuredOutputs(_))));
+    }
+
+    #[test]
     fn too_many_words_are_refused_with_the_numbers() {
         let long = words(&"a".repeat(LONGEST_WORDS + 1));
         let told = Compiler::default().compile(&long, || unreachable!("it is not compiled"));
