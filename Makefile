@@ -115,7 +115,7 @@ docs: $(STAMPS)/venv
 test-python: $(STAMPS)/wheel data
 	$(BIN)/mypy
 	$(BIN)/stubtest manylora._core
-	set -a && . ./$(STAMPS)/data && $(BIN)/python -m pytest
+	set -a && . ./$(STAMPS)/data && MANYLORA_EMULATOR_FOLDER="$(KERNELS)" $(BIN)/python -m pytest
 
 fuzz: $(STAMPS)/tools
 	PATH="$(CURDIR)/$(BIN):$$PATH" fuzz/run.sh 10
