@@ -17,8 +17,11 @@ SOURCES := $(shell find crates python -type f -not -name '*.so' -not -path '*/__
 # Where the kernels are built for the emulated device, and for cards by the compiler that kernels/requirements.txt names.
 KERNELS := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)/kernels
 NVCC = $(firstword $(wildcard $(CURDIR)/$(VENV)/lib/python3*/site-packages/nvidia/cu13/bin/nvcc))
-# Tests on the emulated device fail where it cannot be built; it is built once.
-EMULATED = MANYLORA_REQUIRE_EMULATOR=1 MANYLORA_EMULATOR_FOLDER="$(KERNELS)" NVCC="$(NVCC)"
+# Tests on the emulated device fail where it cannot be built; it is built once, and so are the images for cards.
+IMAGES = MANYLORA_REQUIRE_CUDA=1 MANYLORA_CUDA_IMAGES="$(KERNELS)" NVCC="$(NVCC)"
+EMULATED = $(IMAGES) MANYLORA_REQUIRE_EMULATOR=1 MANYLORA_EMULATOR_FOLDER="$(KERNELS)"
+# One choice of packages and features, so that nothing is compiled twice.
+WITH_CUDA := --release --workspace --features manylora-benches/cuda,manylora-py/cuda --locked
 CORES := $(shell nproc 2>/dev/null || echo 2)
 
 .PHONY: demo test test-rust test-loom test-cuda test-cuda-long gpu-archive test-gpu-archive test-python lint docs fuzz bench data clean help
@@ -79,26 +82,21 @@ $(STAMPS)/nvcc: $(STAMPS)/venv kernels/requirements.txt
 	$(BIN)/pip install -q -r kernels/requirements.txt
 	touch $@
 
-# The kernels on an emulated device and the driver layer over it; then for every card, where no kernel may spill. Needs g++
-# and no GPU; the compiler for cards comes from the package index.
+# The kernels on an emulated device and for every card, where no kernel may spill; then what runs over them. Needs g++ and no
+# GPU; the compiler for cards comes from the package index.
 test-cuda: $(STAMPS)/nvcc
-	$(MAKE) -j$(CORES) -C kernels OUT="$(KERNELS)" emu emu-check emu-asan test-emu-plain test-emu-check test-kernels
-	$(MAKE) -j$(CORES) -C kernels OUT="$(KERNELS)" DEEP=--small test-kernels-check test-kernels-asan
-	NVCC="$(NVCC)" \
-		$(CARGO) clippy --release --workspace --features manylora-benches/cuda,manylora-py/cuda --all-targets --locked -- -D warnings
-	$(EMULATED) $(CARGO) test --release -p manylora-kernels --features cuda --locked
-	$(EMULATED) $(CARGO) test --release --workspace --features manylora-py/cuda --locked \
-		--test cuda_logits --test cuda_engine
+	$(MAKE) -j$(CORES) -C kernels OUT="$(KERNELS)" NVCC="$(NVCC)" CHECKED=--small emu-asan emu emu-check registers \
+		test-emu-plain test-emu-check test-kernels-asan test-kernels-check test-kernels
+	$(IMAGES) $(CARGO) clippy $(WITH_CUDA) --all-targets -- -D warnings
+	$(EMULATED) $(CARGO) test $(WITH_CUDA) --test cuda_driver --test cuda_backend --test cuda_logits --test cuda_engine
+	$(IMAGES) $(CARGO) test --release -p manylora-kernels --features cuda --locked --lib cuda::
 	$(EMULATED) MANYLORA_CUDA_LIBRARY="$(KERNELS)/libcuda.so" MANYLORA_CUBLASLT_LIBRARY="$(KERNELS)/libcublasLt.so" \
-		$(CARGO) test --release --workspace --features manylora-benches/cuda,manylora-py/cuda --locked --bench kernels \
-		-- --device cuda --shape 64x96 --rank 8 --rows 5 --rounds 1
-	$(MAKE) -j$(CORES) -C kernels OUT="$(KERNELS)" NVCC="$(NVCC)" registers
+		$(CARGO) test $(WITH_CUDA) --bench kernels -- --device cuda --shape 64x96 --rank 8 --rows 5 --rounds 1
 
 # What takes longer: the checkers on the whole grid, and the longest grids.
 test-cuda-long: test-cuda
 	$(MAKE) -j$(CORES) -C kernels OUT="$(KERNELS)" DEEP=--deep test-emu test-kernels test-kernels-check test-kernels-asan
-	$(EMULATED) $(CARGO) test --release -p manylora-kernels --features cuda --locked --test cuda_backend -- --deep
-	$(EMULATED) $(CARGO) test --release --workspace --features manylora-py/cuda --locked --test cuda_logits -- --deep
+	$(EMULATED) $(CARGO) test $(WITH_CUDA) --test cuda_backend --test cuda_logits -- --deep
 	$(MAKE) test-gpu-archive
 
 # What checks a real card, as one file that needs nothing but its driver.
@@ -117,7 +115,7 @@ docs: $(STAMPS)/venv
 test-python: $(STAMPS)/wheel data
 	$(BIN)/mypy
 	$(BIN)/stubtest manylora._core
-	set -a && . ./$(STAMPS)/data && $(BIN)/python -m pytest
+	set -a && . ./$(STAMPS)/data && MANYLORA_EMULATOR_FOLDER="$(KERNELS)" $(BIN)/python -m pytest
 
 fuzz: $(STAMPS)/tools
 	PATH="$(CURDIR)/$(BIN):$$PATH" fuzz/run.sh 10

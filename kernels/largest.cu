@@ -5,36 +5,20 @@
 // and a sharp one, because large logits are rarely one thread's: what is not below it are few candidates, which are
 // gathered in shared memory, and the search ends there. Where they are too many (most of all: ties), the k-th is
 // searched for in the row itself. Candidates come in any order; their places in the list follow from their tokens.
-#include "include/rows.cuh"
+#include "include/logits.cuh"
 
 namespace {
 
-constexpr i32 THREADS = 1024;
 // One for each thread.
-constexpr u32 MOST_CANDIDATES = THREADS;
+constexpr u32 MOST_CANDIDATES = SEARCH_THREADS;
 
 // NaN and minus infinity are below every other value, and never listed.
 __device__ __forceinline__ u32 key_of(float value) { return value > -INFINITY ? ordered_bits(value) : 0; }
 
 // Calls `visit(key, token)` for the thread's part of the row.
 template <typename Visit>
-__device__ __forceinline__ void visit_row(const f32* values, i32 stride, i32 vocabulary, const Visit& visit) {
-    i32 vectors = 0;
-    if (stride % 4 == 0) {
-        vectors = vocabulary / 4;
-#pragma unroll 4
-        for (i32 index = threadIdx.x; index < vectors; index += THREADS) {
-            const float4 four = load_constant_f32x4(values + index * 4);
-            const u32 token = static_cast<u32>(index) * 4;
-            visit(key_of(four.x), token);
-            visit(key_of(four.y), token + 1);
-            visit(key_of(four.z), token + 2);
-            visit(key_of(four.w), token + 3);
-        }
-    }
-    for (i32 token = vectors * 4 + threadIdx.x; token < vocabulary; token += THREADS) {
-        visit(key_of(__ldg(values + token)), static_cast<u32>(token));
-    }
+__device__ __forceinline__ void visit_keys(const f32* values, i32 stride, i32 vocabulary, const Visit& visit) {
+    visit_row(values, stride, vocabulary, [&](f32 value, u32 token) { visit(key_of(value), token); });
 }
 
 // The k-th largest key, from `count(key)`: how many are at least it, the same in all threads. 1 where there are fewer
@@ -64,7 +48,7 @@ __device__ __forceinline__ u32 gather(const f32* values, i32 stride, i32 vocabul
                                       u32* shared) {
     if (threadIdx.x == 0) *shared = 0;
     __syncthreads();
-    visit_row(values, stride, vocabulary, [&](u32 key, u32 token) {
+    visit_keys(values, stride, vocabulary, [&](u32 key, u32 token) {
         if (key < least) return;
         const u32 place = atomicAdd(shared, 1u);
         if (place < MOST_CANDIDATES) candidates[place] = static_cast<u64>(key) << 32 | token;
@@ -77,7 +61,7 @@ __device__ __forceinline__ u32 gather(const f32* values, i32 stride, i32 vocabul
 
 } // namespace
 
-KERNEL(THREADS, largest_f32)(const i32* header, i32 count, const f32* logits, i32 stride, i32 vocabulary, i32 k,
+KERNEL(SEARCH_THREADS, largest_f32)(const i32* header, i32 count, const f32* logits, i32 stride, i32 vocabulary, i32 k,
                              i32 capacity, u32* out) {
     KSHARED(u64, candidates, [MOST_CANDIDATES]);
     KSHARED(u32, shared, [1]);
@@ -86,13 +70,13 @@ KERNEL(THREADS, largest_f32)(const i32* header, i32 count, const f32* logits, i3
         const f32* values = logits + static_cast<size_t>(row) * stride;
         u32* list = out + static_cast<size_t>(row) * (1 + 2 * capacity);
         u32 best = 0;
-        visit_row(values, stride, vocabulary, [&](u32 key, u32) { best = max(best, key); });
+        visit_keys(values, stride, vocabulary, [&](u32 key, u32) { best = max(best, key); });
         u32 least = kth_largest(k, [&](u32 key) { return __syncthreads_count(best >= key); });
         u32 found = gather(values, stride, vocabulary, least, candidates, shared);
         if (found > MOST_CANDIDATES) {
             least = kth_largest(k, [&](u32 key) {
                 u32 mine = 0;
-                visit_row(values, stride, vocabulary, [&](u32 other, u32) { mine += other >= key; });
+                visit_keys(values, stride, vocabulary, [&](u32 other, u32) { mine += other >= key; });
                 return static_cast<i32>(block_total(mine, shared));
             });
             found = gather(values, stride, vocabulary, least, candidates, shared);

@@ -14,8 +14,8 @@ trap 'rm -rf "$stage"' EXIT
 folder=$stage/manylora-gpu-check
 mkdir -p "$folder"/{bin,kernels,emulated,oracle,wheel}
 
-# Images for all cards, in programs and beside them.
-export MANYLORA_REQUIRE_CUDA=1 NVCC
+# Images for all cards, in programs and beside them, compiled once.
+export MANYLORA_REQUIRE_CUDA=1 MANYLORA_CUDA_IMAGES=$BUILT NVCC
 "$CARGO" test --release --workspace --features manylora-benches/cuda,manylora-py/cuda --locked --no-run \
     --test cuda_driver --test cuda_backend --test cuda_logits --test cuda_engine --bench kernels --bench card \
     --message-format=json-render-diagnostics > "$stage/built.json"

@@ -104,14 +104,27 @@ again=("$unpacked/gpu_check.sh" --emulated --full --only vLLM)
 "${clean[@]}" OUT="$folder/results" PYTHONPATH="$folder/packages" BROKEN=1 "${again[@]}" | grep '^skipped  vLLM side by side: it ended with.*Failed to infer device type'
 "${clean[@]}" OUT="$folder/results" "${again[@]}" | grep '^skipped  vLLM side by side: python3 has no vllm'
 
-# On a card the test programs ask nothing that only the emulated device can tell, and say by name what they leave out;
-# cuBLASLt may be missing there.
-as_on_card=("${clean[@]}" MANYLORA_CARD=1 "MANYLORA_CUDA_LIBRARY=$unpacked/emulated/libcuda.so" EMU_SCHEDULE=background "MANYLORA_TEST_LOGS=$folder" "MANYLORA_ORACLE_FOLDER=$unpacked/oracle")
+# Each program as on a card, which has the images of the archive, knows nothing that only the emulated device can tell, and may
+# have no cuBLASLt. The test programs say by name what they leave out.
+as_on_card=("${clean[@]}" MANYLORA_CARD=1 "MANYLORA_CUDA_LIBRARY=$unpacked/emulated/libcuda.so" EMU_SCHEDULE=background "MANYLORA_TEST_LOGS=$folder" "MANYLORA_ORACLE_FOLDER=$unpacked/oracle"
+    "LIBCUDA=$unpacked/emulated/libcuda.so" "KERNELS=$unpacked/kernels")
+run_as_on_card() { # program, its arguments
+    local program=$1 start=$SECONDS
+    "${as_on_card[@]}" "MANYLORA_CUBLASLT_LIBRARY=$blas" "$unpacked/bin/$program" "${@:2}" > as-on-card 2>&1 || { cat as-on-card; fail "$program fails as on a card, with cuBLASLt \`$blas\`"; }
+    echo "as on a card, cuBLASLt \`${blas##*/}\`: $program ($((SECONDS - start)) s): $(tail -n 1 as-on-card)"
+    ran+=("$program")
+}
 for blas in "$unpacked/emulated/libcublasLt.so" ''; do
-    for program in cuda_driver cuda_backend 'cuda_engine choosing' 'cuda_engine serving::held' 'cuda_logits ::llama-tied'; do
-        # shellcheck disable=SC2086  # a program and its filter
-        "${as_on_card[@]}" "MANYLORA_CUBLASLT_LIBRARY=$blas" "$unpacked"/bin/$program > as-on-card 2>&1 || { cat as-on-card; fail "$program fails as on a card, with cuBLASLt \`$blas\`"; }
-        echo "as on a card, cuBLASLt \`${blas##*/}\`: $program: $(tail -n 1 as-on-card)"
+    ran=()
+    for program in cuda_driver cuda_backend cuda_logits cuda_engine kernel-tests; do
+        run_as_on_card "$program"
+    done
+    products=(--products own)
+    [ -z "$blas" ] || products+=(--products library)
+    run_as_on_card kernels --device cuda "${products[@]}" --shape 64x96 --rank 8 --rows 1 --rows 5 --rounds 1
+    run_as_on_card card --folder "$folder/random" --shape tiny --tokens 3 --rounds 1 --streams 1 --streams 8
+    for program in "$unpacked"/bin/*; do
+        [[ " ${ran[*]} " == *" ${program##*/} "* ]] || fail "${program##*/} was not run as on a card"
     done
 done
 "${as_on_card[@]}" "$unpacked/bin/cuda_engine" failing::every > as-on-card

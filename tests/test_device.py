@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from conftest import ORACLE, MakeEngine
 from manylora import LLM, SamplingParams
 from manylora.exceptions import ManyLoRAError, ValidationError
+from manylora.lora.request import LoRARequest
 
 BASE = str(ORACLE / "llama" / "base")
 
@@ -73,3 +75,52 @@ except Exception as error:
         [sys.executable, "-c", program, BASE], env=environment, capture_output=True, text=True, check=True, timeout=100
     )
     assert "`/no/such/libcuda.so` (from `MANYLORA_CUDA_LIBRARY`) could not be loaded" in run.stdout
+
+
+def emulated_device() -> Path | None:
+    """Where the stand-ins for the driver and cuBLASLt are that `make test-cuda` builds, if it has."""
+    folder = Path(os.environ.get("MANYLORA_EMULATOR_FOLDER") or "/nonexistent")
+    return folder if (folder / "libcublasLt.so").is_file() else None
+
+
+@pytest.mark.skipif(emulated_device() is None, reason="MANYLORA_EMULATOR_FOLDER names no emulated device")
+def test_auto_takes_the_card_where_there_is_one(make_engine: MakeEngine) -> None:
+    program = """
+import json, sys
+from manylora import LLM, SamplingParams
+from manylora.lora.request import LoRARequest
+
+base, adapter = sys.argv[1:]
+llm = LLM(base, device="auto", max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64, enable_lora=True,
+          use_tqdm_on_load=False)
+info = llm.llm_engine.core.info()
+lora = [None, LoRARequest("alpha", 1, adapter)]
+prompts = [{"prompt_token_ids": [5, 6, 7]}] * 2
+outputs = llm.generate(prompts, SamplingParams(max_tokens=4, temperature=0.0), use_tqdm=False, lora_request=lora)
+tokens = [list(output.outputs[0].token_ids) for output in outputs]
+print(json.dumps([info.device, info.device_reason, tokens]))
+"""
+    folder, adapter = emulated_device(), str(ORACLE / "llama" / "adapters" / "alpha")
+    libraries = {
+        "MANYLORA_CUDA_LIBRARY": f"{folder}/libcuda.so",
+        "MANYLORA_CUBLASLT_LIBRARY": f"{folder}/libcublasLt.so",
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", program, BASE, adapter],
+        env=os.environ | libraries,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    device, reason, tokens = json.loads(run.stdout)
+    if "holds no CUDA kernels" in reason:
+        pytest.skip(reason)
+    assert (device, reason) == ("cuda:0", "device auto: cuda:0 can be used")
+    # The margins of these tokens are wider than what bfloat16 blurs.
+    llm = make_engine(device="cpu", dtype="bfloat16", enable_lora=True)
+    lora = [None, LoRARequest("alpha", 1, adapter)]
+    params = SamplingParams(max_tokens=4, temperature=0.0)
+    outputs = llm.generate([{"prompt_token_ids": [5, 6, 7]}] * 2, params, use_tqdm=False, lora_request=lora)
+    assert tokens == [list(output.outputs[0].token_ids) for output in outputs]
+    assert tokens[0] != tokens[1]

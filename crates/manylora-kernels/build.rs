@@ -3,7 +3,7 @@
 //! The kernels' own Makefile knows the flags. Without nvcc the library is built without kernels, and says so when it is
 //! asked for a card; `MANYLORA_REQUIRE_CUDA=1` makes that an error. nvcc is looked for in `NVCC`, on `PATH`, in
 //! `CUDA_HOME` and in the Python environment (the package `nvidia-cuda-nvcc`). `MANYLORA_CUDA_ARCHS` (`80 90`) chooses the
-//! cards to build for.
+//! cards to build for; builds that name one folder in `MANYLORA_CUDA_IMAGES` share what they compile.
 
 use std::env;
 use std::fmt::Write as _;
@@ -11,8 +11,15 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
-const VARIABLES: [&str; 6] =
-    ["CUDA_HOME", "MANYLORA_CUDA_ARCHS", "MANYLORA_REQUIRE_CUDA", "NVCC", "PATH", "VIRTUAL_ENV"];
+const VARIABLES: [&str; 7] = [
+    "CUDA_HOME",
+    "MANYLORA_CUDA_ARCHS",
+    "MANYLORA_CUDA_IMAGES",
+    "MANYLORA_REQUIRE_CUDA",
+    "NVCC",
+    "PATH",
+    "VIRTUAL_ENV",
+];
 
 fn main() -> ExitCode {
     println!("cargo::rerun-if-changed=build.rs");
@@ -64,9 +71,8 @@ fn compile(sources: &Path, nvcc: &Path, out: &Path, required: bool) -> Result<Bu
     // in PTX runs on all.
     let chosen = env::var("MANYLORA_CUDA_ARCHS").ok().filter(|list| !list.trim().is_empty());
     let architectures = if required { chosen } else { Some(chosen.unwrap_or_else(|| "80".to_owned())) };
-    // What another compiler, or for other cards, has made must not be taken for up to date.
-    let kind = architectures.as_deref().unwrap_or("all").split_whitespace().collect::<Vec<_>>().join("-");
-    let folder = out.join(format!("cuda-{}.{}-{kind}", toolkit.0, toolkit.1));
+    let shared = env::var_os("MANYLORA_CUDA_IMAGES").filter(|value| !value.is_empty()).map(PathBuf::from);
+    let folder = shared.unwrap_or_else(|| out.join("cuda"));
     fs::create_dir_all(&folder).map_err(|error| format!("`{}`: {error}", folder.display()))?;
     let mut make = Command::new("make");
     make.arg("-C").arg(sources).arg("fatbin").arg(assignment("OUT", &folder)).arg(assignment("NVCC", nvcc));
@@ -88,6 +94,8 @@ fn compile(sources: &Path, nvcc: &Path, out: &Path, required: bool) -> Result<Bu
     if images.is_empty() {
         return Err("`make fatbin` made no fatbin".to_owned());
     }
+    // Images that others share may be made anew by them, or be gone.
+    println!("cargo::rerun-if-changed={}", folder.join("compiled-by.txt").display());
     let list = folder.join("architectures.txt");
     let text = fs::read_to_string(&list).map_err(|error| format!("`{}`: {error}", list.display()))?;
     let architectures = text.split_whitespace().collect::<Vec<_>>().join(" ");

@@ -66,11 +66,3 @@ template <int Warps> __device__ __forceinline__ float block_sum(float value, flo
     for (int warp = 0; warp < Warps; ++warp) total += shared[warp];
     return total;
 }
-
-// A number's bits so that larger numbers have larger ones, at least 0x007fffff (minus infinity); the two zeros tie. Not
-// for NaN.
-__device__ __forceinline__ u32 ordered_bits(float value) {
-    // -0 + 0 is 0.
-    const u32 bits = __float_as_uint(value + 0.0f);
-    return bits >> 31 == 0 ? bits | 0x80000000u : ~bits;
-}

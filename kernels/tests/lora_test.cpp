@@ -56,17 +56,26 @@ template <typename T> struct Problem {
         return results;
     }
 
-    // One row's shrink result in float64.
-    std::vector<double> shrink(int row, int slot, int part) const {
+    struct Shrunk {
+        std::vector<double> sums;
+        // Of each sum, its terms without their signs: what is lost in adding up is a part of this, however small the sum.
+        std::vector<double> sizes;
+    };
+
+    // One row's shrink results in float64.
+    Shrunk shrink(int row, int slot, int part) const {
         const int rank = adapters.ranks[slot * adapters.parts + part];
         const std::vector<T>& a = adapters.a[slot * adapters.parts + part];
-        std::vector<double> s(rank);
+        Shrunk shrunk = {std::vector<double>(rank), std::vector<double>(rank)};
         for (int k = 0; k < rank; ++k) {
             for (int i = 0; i < adapters.input; ++i) {
-                s[k] += double(a[size_t(k) * adapters.input + i].value()) * double(x[size_t(row) * x_stride + i].value());
+                const double term =
+                    double(a[size_t(k) * adapters.input + i].value()) * double(x[size_t(row) * x_stride + i].value());
+                shrunk.sums[k] += term;
+                shrunk.sizes[k] += std::abs(term);
             }
         }
-        return s;
+        return shrunk;
     }
 
     void compare(Case& test, const Plan& plan, const std::vector<std::vector<float>>& results) const {
@@ -82,13 +91,13 @@ template <typename T> struct Problem {
                     const int table = entry.slot * adapters.parts + part;
                     const int rank = adapters.ranks[table];
                     if (rank == 0) continue;
-                    const std::vector<double> s = shrink(row, entry.slot, part);
+                    const Shrunk s = shrink(row, entry.slot, part);
                     const double scale = double(adapters.scales[table]) * double(entry.scale);
                     for (int column = 0; column < width; ++column) {
                         for (int k = 0; k < rank; ++k) {
                             const double b = adapters.b[table][size_t(column) * lora::round_up(rank, 8) + k].value();
-                            want[column] += scale * b * s[k];
-                            size[column] += std::abs(scale * b) * (std::abs(s[k]) + 0.01);
+                            want[column] += scale * b * s.sums[k];
+                            size[column] += std::abs(scale * b) * (std::abs(s.sums[k]) + 0.002 * s.sizes[k]);
                         }
                     }
                 }
@@ -223,7 +232,7 @@ template <typename T> void test_range() {
     problem.x_memory.write(problem.x);
     const auto results = problem.run(plan, 3);
     for (int row = 0; row < plan.rows; ++row) {
-        const std::vector<double> s = problem.shrink(row, 0, 0);
+        const std::vector<double> s = problem.shrink(row, 0, 0).sums;
         double most = 0;
         for (double value : s) most = std::max(most, std::abs(value));
         for (int column = 0; column < 40; ++column) {

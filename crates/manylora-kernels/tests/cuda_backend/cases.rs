@@ -133,6 +133,14 @@ fn linear_agrees(backend: &CudaBackend, dtype: StorageType, rows: usize, product
     for slot in 0..3u32 {
         table.install(slot, Arc::new(pack_adapter(backend, &sites, dtype, u64::from(slot))));
     }
+    // A and B of every site of every adapter, as `pack_adapter` makes them.
+    let factors: Vec<Vec<(Vec<f32>, Vec<f32>)>> = (0..3u32)
+        .map(|slot| {
+            let mut made = Numbers(u64::from(slot));
+            let mut factor = |len: u32| made.exact(len as usize, 0.25);
+            sites.iter().map(|site| (factor(site.rank * site.input), factor(site.output * site.rank))).collect()
+        })
+        .collect();
     let mut step = StepBatch { tokens: vec![0; rows], ..StepBatch::default() };
     step.positions = vec![0; rows];
     step.slot_mapping = vec![0; rows];
@@ -183,26 +191,25 @@ fn linear_agrees(backend: &CudaBackend, dtype: StorageType, rows: usize, product
             let width = widths[part];
             for row in 0..rows {
                 let x: Vec<f64> = values[row * inputs..][..inputs].iter().map(|&x| f64::from(x)).collect();
+                let dot = |row: &[f32]| row.iter().zip(&x).map(|(w, x)| f64::from(*w) * x).sum::<f64>();
+                // What the row's adapters make of it: B, and how much of each of its columns.
+                let mut deltas: Vec<(&[f32], Vec<f64>)> = Vec::new();
+                for (slot, scale) in chosen(row) {
+                    let touched = [0, 2].iter().position(|&touched| touched == part);
+                    if let Some((a, b)) = touched.map(|site| &factors[slot as usize][site]) {
+                        let shrunk = a.chunks(inputs).map(|a| 0.5 * f64::from(scale) * dot(a)).collect();
+                        deltas.push((b, shrunk));
+                    }
+                }
                 for column in 0..width {
-                    let dot = |row: &[f32]| row.iter().zip(&x).map(|(w, x)| f64::from(*w) * x).sum::<f64>();
                     let mut want = dot(&weights[part].values[column * inputs..][..inputs]);
                     want += f64::from(biases[part][column]);
                     if mode == LinearOutput::Add {
                         want += f64::from(before[part][row * width + column]);
                     }
-                    for (slot, scale) in chosen(row) {
-                        let mut made = Numbers(u64::from(slot));
-                        for (index, site) in sites.iter().enumerate() {
-                            let rank = site.rank as usize;
-                            let a = made.exact(rank * inputs, 0.25);
-                            let b = made.exact(site.output as usize * rank, 0.25);
-                            if [0, 2][index] == part {
-                                let delta: f64 = (0..rank)
-                                    .map(|k| f64::from(b[column * rank + k]) * dot(&a[k * inputs..][..inputs]))
-                                    .sum();
-                                want += 0.5 * f64::from(scale) * delta;
-                            }
-                        }
+                    for (b, shrunk) in &deltas {
+                        let b = &b[column * shrunk.len()..][..shrunk.len()];
+                        want += b.iter().zip(shrunk).map(|(&b, s)| f64::from(b) * s).sum::<f64>();
                     }
                     let got = f64::from(got[row * width + column]);
                     assert!((got - want).abs() <= 2e-2, "{dtype:?} part {part} row {row}: {got} for {want}");

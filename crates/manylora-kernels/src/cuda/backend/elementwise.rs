@@ -1,7 +1,7 @@
-//! The smaller operations: embedding, norms, the gated activation, gathering rows, greedy tokens.
+//! The smaller operations: embedding, norms, the gated activation, gathering rows.
 #![expect(unsafe_code, reason = "launches kernels over buffers that were checked")]
 
-use super::super::arguments::{Argmax, Embed, GatedActivation, GatherRows, RmsNorm};
+use super::super::arguments::{Embed, GatedActivation, GatherRows, RmsNorm};
 use super::super::error::CudaError;
 use super::super::launch::Grid;
 use super::super::memory::DevicePointer;
@@ -12,7 +12,6 @@ use super::step::{StepState, bucket};
 
 const THREADS: u32 = 128;
 const NORM_THREADS: u32 = 256;
-const ARGMAX_THREADS: u32 = 1024;
 /// Columns of a block of the gated activation.
 const ACTIVATION_COLUMNS: usize = 1024;
 
@@ -121,32 +120,4 @@ pub(super) fn gather_rows(
     };
     // SAFETY: rows and columns were checked.
     unsafe { backend.kernels.gather_rows.launch(&state.stream, Grid::new(rows.len() as u32, 1, THREADS), &arguments) }
-}
-
-/// See [`crate::Backend::argmax`].
-pub(super) fn argmax(
-    backend: &CudaBackend,
-    state: &mut StepState,
-    rows: usize,
-    logits: &CudaBuffer,
-    out: &mut [u32],
-) -> Result<(), CudaError> {
-    assert!(rows <= logits.rows && rows <= out.len(), "{rows} rows do not fit");
-    state.grow_greedy(&backend.arena, rows)?;
-    let block = state.rows(logits.set);
-    assert_eq!(rows, block.rows, "the step began with other rows");
-    let arguments = Argmax {
-        header: block.pointer(block.sections.header),
-        count: count_of(logits.set),
-        logits: logits.sums(),
-        stride: logits.stride as i32,
-        vocabulary: logits.width as i32,
-        out: state.greedy.pointer(),
-    };
-    // SAFETY: rows and columns were checked.
-    unsafe { backend.kernels.argmax.launch(&state.stream, Grid::new(rows as u32, 1, ARGMAX_THREADS), &arguments) }?;
-    let StepState { fetched, greedy, stream, .. } = state;
-    fetched.fetch(stream, greedy, 0, rows)?;
-    out[..rows].copy_from_slice(fetched.wait()?);
-    Ok(())
 }

@@ -1,10 +1,12 @@
-//! The largest logits of sampled rows, listed on the card and fetched in one small copy.
-#![expect(unsafe_code, reason = "launches a kernel over buffers that were checked")]
+//! What is fetched of the logits of sampled rows in place of the rows: greedy tokens, or lists of the largest. One search and
+//! one small copy.
+#![expect(unsafe_code, reason = "launches kernels over buffers that were checked")]
 
 use super::super::arena::{Arena, DeviceSlice, Holding};
-use super::super::arguments::Largest;
+use super::super::arguments::{Argmax, Largest};
 use super::super::error::CudaError;
-use super::super::launch::Grid;
+use super::super::launch::{Grid, Kernel, KernelArguments};
+use super::super::memory::DevicePointer;
 use super::super::staging::Readback;
 use super::super::stream::Stream;
 use super::CudaBackend;
@@ -15,34 +17,100 @@ use crate::largest::LargestValues;
 
 const THREADS: u32 = 1024;
 /// Numbers of all lists of one call: 64 rows with the most values that can be asked for, each with as many ties.
-pub(super) const LISTED: usize = 1 << 16;
+const LISTED: usize = 1 << 16;
 /// Places that the shortest list has for values and ties.
 const SHORTEST: usize = 32;
 
-/// Memory for lists, on the card and page-locked.
+/// Numbers that there has to be room for in steps of so many rows: their tokens, or lists.
+pub(super) fn numbers(rows: usize) -> usize {
+    rows.max(LISTED)
+}
+
+/// Memory for what was found, on the card and page-locked.
 #[derive(Debug)]
-pub(super) struct Lists {
+pub(super) struct Found {
     device: DeviceSlice<u32>,
     fetched: Readback<u32>,
 }
 
-impl Lists {
-    /// For `len` numbers.
-    pub(super) fn new(arena: &Arena, len: usize) -> Result<Self, CudaError> {
+impl Found {
+    /// For so many numbers.
+    pub(super) fn new(arena: &Arena, numbers: usize) -> Result<Self, CudaError> {
         Ok(Self {
-            device: arena.allocate(Holding::Buffers, "lists of the largest logits", len)?,
-            fetched: Readback::new(arena.context(), len)?,
+            device: arena.allocate(Holding::Buffers, "tokens and lists of the largest logits", numbers)?,
+            fetched: Readback::new(arena.context(), numbers)?,
         })
     }
 
-    /// Makes room for [`LISTED`] numbers, where there is less.
-    pub(super) fn grow(&mut self, arena: &Arena, stream: &Stream) -> Result<(), CudaError> {
-        if self.device.len() < LISTED {
+    /// Makes room for so many numbers, where there is less.
+    pub(super) fn grow(&mut self, arena: &Arena, stream: &Stream, numbers: usize) -> Result<(), CudaError> {
+        if self.device.len() < numbers {
             stream.synchronize()?;
-            *self = Self::new(arena, LISTED)?;
+            *self = Self::new(arena, numbers)?;
         }
         Ok(())
     }
+}
+
+/// What both searches read.
+struct Searched {
+    header: DevicePointer<i32>,
+    count: i32,
+    logits: DevicePointer<f32>,
+    stride: i32,
+    vocabulary: i32,
+    out: DevicePointer<u32>,
+}
+
+/// Searches the first `rows` rows of the logits by a kernel, and fetches the `each` numbers that it finds in each of them.
+fn search<'a, A: KernelArguments>(
+    backend: &CudaBackend,
+    state: &'a mut StepState,
+    (rows, each): (usize, usize),
+    logits: &CudaBuffer,
+    kernel: &Kernel<A>,
+    arguments: impl FnOnce(Searched) -> A,
+) -> Result<&'a [u32], CudaError> {
+    assert!(rows <= logits.rows, "{rows} rows do not fit");
+    state.found.grow(&backend.arena, &state.stream, numbers(rows))?;
+    let block = state.rows(logits.set);
+    assert_eq!(rows, block.rows, "the step began with other rows");
+    assert!(rows * each <= state.found.device.len(), "{rows} x {each} numbers do not fit");
+    let arguments = arguments(Searched {
+        header: block.pointer(block.sections.header),
+        count: count_of(logits.set),
+        logits: logits.sums(),
+        stride: logits.stride as i32,
+        vocabulary: logits.width as i32,
+        out: state.found.device.pointer(),
+    });
+    // SAFETY: rows, columns and the places of what is found were checked.
+    unsafe { kernel.launch(&state.stream, Grid::new(rows as u32, 1, THREADS), &arguments) }?;
+    let Found { device, fetched } = &mut state.found;
+    fetched.fetch(&state.stream, device, 0, rows * each)?;
+    fetched.wait()
+}
+
+/// See [`crate::Backend::argmax`].
+pub(super) fn argmax(
+    backend: &CudaBackend,
+    state: &mut StepState,
+    rows: usize,
+    logits: &CudaBuffer,
+    out: &mut [u32],
+) -> Result<(), CudaError> {
+    assert!(rows <= out.len(), "{rows} rows do not fit");
+    let arguments = |Searched { header, count, logits, stride, vocabulary, out }| Argmax {
+        header,
+        count,
+        logits,
+        stride,
+        vocabulary,
+        out,
+    };
+    let tokens = search(backend, state, (rows, 1), logits, &backend.kernels.argmax, arguments)?;
+    out[..rows].copy_from_slice(tokens);
+    Ok(())
 }
 
 /// Places of each of the lists of so many rows: twice those asked for, or what there is room for. None if that is too
@@ -62,29 +130,23 @@ pub(super) fn largest(
     logits: &CudaBuffer,
     out: &mut LargestValues,
 ) -> Result<bool, CudaError> {
-    assert!(rows <= logits.rows, "{rows} rows do not fit");
     assert!((1..=LargestValues::MOST).contains(&k), "{k} values cannot be listed");
     let Some(places) = places(rows, k) else { return Ok(false) };
-    state.lists.grow(&backend.arena, &state.stream)?;
-    let block = state.rows(logits.set);
-    assert_eq!(rows, block.rows, "the step began with other rows");
-    let arguments = Largest {
-        header: block.pointer(block.sections.header),
-        count: count_of(logits.set),
-        logits: logits.sums(),
-        stride: logits.stride as i32,
-        vocabulary: logits.width as i32,
-        k: k as i32,
-        capacity: places as i32,
-        out: state.lists.device.pointer(),
+    let each = 1 + 2 * places;
+    let (k, capacity) = (k as i32, places as i32);
+    let arguments = |Searched { header, count, logits, stride, vocabulary, out }| Largest {
+        header,
+        count,
+        logits,
+        stride,
+        vocabulary,
+        k,
+        capacity,
+        out,
     };
-    // SAFETY: rows, columns and the lists' places were checked.
-    unsafe { backend.kernels.largest.launch(&state.stream, Grid::new(rows as u32, 1, THREADS), &arguments) }?;
-    let numbers = 1 + 2 * places;
-    let StepState { lists: Lists { device, fetched }, stream, .. } = state;
-    fetched.fetch(stream, device, 0, rows * numbers)?;
+    let lists = search(backend, state, (rows, each), logits, &backend.kernels.largest, arguments)?;
     out.clear();
-    for list in fetched.wait()?.chunks_exact(numbers) {
+    for list in lists.chunks_exact(each) {
         let count = list[0] as usize;
         if count > places {
             out.push_none();

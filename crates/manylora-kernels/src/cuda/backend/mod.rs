@@ -634,7 +634,7 @@ impl Backend for CudaBackend {
     fn argmax(&self, rows: usize, logits: &CudaBuffer, out: &mut [u32]) -> Result<(), KernelError> {
         self.device.context().bind()?;
         let mut state = self.state();
-        elementwise::argmax(self, &mut state, rows, logits, out)?;
+        largest::argmax(self, &mut state, rows, logits, out)?;
         Ok(state.whole()?)
     }
 

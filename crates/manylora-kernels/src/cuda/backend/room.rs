@@ -5,7 +5,7 @@ use super::super::free_list::granules;
 use super::adapter;
 use super::block::{Capacity, RowBlock, SMALL_ROWS};
 use super::buffer;
-use super::largest::LISTED;
+use super::largest;
 use super::region::BETWEEN;
 use super::step::{PARTIALS, PARTS, SLOTS, partial_floats, shrink_stride};
 use crate::backend::{BufferKind, KvShape};
@@ -57,8 +57,7 @@ impl StepRoom {
             + RowBlock::bytes(self.samples())
             + granules(self.shrunk() * size_of::<f32>())
             + granules(PARTIALS * floats_per_partial * size_of::<f32>())
-            + granules(self.rows * size_of::<u32>())
-            + granules(LISTED * size_of::<u32>())
+            + granules(largest::numbers(self.rows) * size_of::<u32>())
     }
 }
 

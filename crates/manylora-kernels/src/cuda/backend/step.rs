@@ -5,13 +5,12 @@ use std::sync::Arc;
 
 use super::super::arena::{Arena, DeviceSlice, Holding};
 use super::super::error::CudaError;
-use super::super::staging::Readback;
 use super::super::stream::Stream;
 use super::adapter::{CudaAdapter, DeviceTable};
 use super::block::{Capacity, RowBlock, TILE};
 use super::items::AttentionItems;
 use super::kv::Positions;
-use super::largest::{LISTED, Lists};
+use super::largest::{Found, numbers};
 use super::product::Products;
 use super::room::StepRoom;
 use crate::backend::{AdapterTable, RowSet};
@@ -67,9 +66,7 @@ pub(super) struct StepState {
     pub(super) table: DeviceTable,
     pub(super) shrunk: DeviceSlice<f32>,
     pub(super) partials: DeviceSlice<f32>,
-    pub(super) greedy: DeviceSlice<u32>,
-    pub(super) fetched: Readback<u32>,
-    pub(super) lists: Lists,
+    pub(super) found: Found,
     /// Why no step can run any more: adapters or KV blocks were lost while they were moved.
     pub(super) broken: Option<CudaError>,
     /// Recorded steps have addresses of memory that was replaced.
@@ -97,8 +94,8 @@ impl StepState {
         // Room that is known from the start is made in one go, so that nothing is replaced and no holes are left.
         let room = wanted.unwrap_or_else(|| StepRoom::of_rows(1, 1, 1));
         let batch = if wanted.is_some() { room.batch() } else { Capacity { partials: 0, ..room.batch() } };
-        let (shrunk, partials, greedy) = match wanted {
-            Some(room) => (room.shrunk(), PARTIALS * floats_per_partial, room.rows),
+        let (shrunk, partials, found) = match wanted {
+            Some(room) => (room.shrunk(), PARTIALS * floats_per_partial, numbers(room.rows)),
             None => (1, 1, 1),
         };
         Ok(Self {
@@ -110,9 +107,7 @@ impl StepState {
             table: DeviceTable::new(arena, stream, sites, room.adapters)?,
             shrunk: arena.allocate(Holding::Buffers, "results of shrinking", shrunk)?,
             partials: arena.allocate(Holding::Buffers, "partial results of attention", partials)?,
-            greedy: arena.allocate(Holding::Buffers, "greedy tokens", greedy)?,
-            fetched: Readback::new(arena.context(), greedy)?,
-            lists: Lists::new(arena, if wanted.is_some() { LISTED } else { 1 })?,
+            found: Found::new(arena, found)?,
             broken: None,
             moved: false,
             positions: None,
@@ -136,8 +131,7 @@ impl StepState {
         self.grow_block(arena, RowSet::Batch, room.batch())?;
         self.grow_block(arena, RowSet::Samples, room.samples())?;
         self.grow_shrunk(arena, room.shrunk())?;
-        self.grow_greedy(arena, room.rows)?;
-        self.lists.grow(arena, &self.stream)
+        self.found.grow(arena, &self.stream, numbers(room.rows))
     }
 
     fn grow_block(&mut self, arena: &Arena, set: RowSet, wanted: Capacity) -> Result<(), CudaError> {
@@ -165,15 +159,6 @@ impl StepState {
             self.stream.synchronize()?;
             self.shrunk = arena.allocate(Holding::Buffers, "results of shrinking", floats)?;
             self.moved = true;
-        }
-        Ok(())
-    }
-
-    pub(super) fn grow_greedy(&mut self, arena: &Arena, rows: usize) -> Result<(), CudaError> {
-        if self.greedy.len() < rows {
-            self.stream.synchronize()?;
-            self.greedy = arena.allocate(Holding::Buffers, "greedy tokens", rows)?;
-            self.fetched = Readback::new(arena.context(), rows)?;
         }
         Ok(())
     }
