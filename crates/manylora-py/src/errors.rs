@@ -19,6 +19,7 @@ fn refused(py: Python<'_>, refusal: &AdapterRefusal) -> PyErr {
         RefusalKind::NotFound => "not_found",
         RefusalKind::Forbidden => "forbidden",
         RefusalKind::Invalid => "invalid",
+        RefusalKind::Unavailable => "unavailable",
     };
     let report = refusal.report.as_ref().map(ToString::to_string);
     raise(py, "refused", (refusal.adapter.as_str(), refusal.keys.clone(), refusal.reason.as_str(), report, kind))

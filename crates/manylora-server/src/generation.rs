@@ -45,7 +45,7 @@ impl Stream for Tagged {
 pub(crate) struct Generation {
     /// Each prompt as token ids.
     pub(crate) prompts: Vec<Vec<u32>>,
-    /// Version of the adapter that serves it, if there is one.
+    /// Versions of the adapters that serve it, with commas between them; None for the base.
     pub(crate) version: Option<String>,
     first: Option<(usize, Delta)>,
     rest: SelectAll<Tagged>,
@@ -69,21 +69,22 @@ impl Generation {
         let streams = submitted.inspect_err(|_| account.void())?;
         account.submitted(streams.iter().map(|stream| stream.prompt_token_ids().len()));
         let prompts = streams.iter().map(|stream| stream.prompt_token_ids().to_vec()).collect();
-        let bound = streams.first().and_then(|stream| stream.adapter_versions().first().cloned());
         let tagged = streams.into_iter().enumerate().map(|(prompt, stream)| Tagged { prompt, stream });
         let rest = select_all(tagged);
         let mut generation = Self { prompts, version: None, first: None, rest, account, _pending: pending };
         generation.first = generation.next().await.transpose()?;
-        generation.version = match bound {
-            Some((_, Some(version))) => Some(version.to_string()),
-            // Read for the first time: known by now.
-            Some((name, None)) => {
-                app.engine.adapter(&name).ok().and_then(|info| info.version).map(|version| version.to_string())
-            }
-            None => None,
-        };
+        generation.version = generation.bound_versions();
         generation.account.bound(generation.version.clone());
         Ok(generation)
+    }
+
+    /// What serves the prompt that had news first: the same as all others.
+    fn bound_versions(&self) -> Option<String> {
+        let (prompt, _) = self.first.as_ref()?;
+        let first = self.rest.iter().find(|tagged| tagged.prompt == *prompt)?;
+        let versions = first.stream.adapter_versions().into_iter().filter_map(|(_, version)| version);
+        let versions: Vec<String> = versions.map(|version| version.to_string()).collect();
+        (!versions.is_empty()).then(|| versions.join(", "))
     }
 
     /// News of a sample, with the number of its prompt; None when all have ended.

@@ -1,7 +1,8 @@
 //! Errors of the engine: each says what failed, with the value, and what to do.
 
-use manylora_core::{CoreError, FailureReason};
+use manylora_core::{CoreError, FailureReason, LoadFailure, LoadFault};
 use manylora_kernels::KernelError;
+use manylora_model::error::RefusalKind;
 use manylora_model::{AdapterRefusal, ModelError};
 
 use crate::registry::AdapterOrigin;
@@ -74,6 +75,23 @@ pub enum EngineError {
 }
 
 impl EngineError {
+    /// What requests are told whose adapter could not be read.
+    pub(crate) fn load_failure(&self) -> LoadFailure {
+        let fault = match self {
+            Self::AdapterRefused(refusal) => match refusal.kind {
+                RefusalKind::NotFound => LoadFault::Missing,
+                RefusalKind::Forbidden => LoadFault::Forbidden,
+                RefusalKind::Invalid => LoadFault::Invalid,
+                RefusalKind::Unavailable => LoadFault::Temporary,
+            },
+            Self::Kernel(_) | Self::Stopped(_) | Self::Model(ModelError::Io { .. } | ModelError::Kernel(_)) => {
+                LoadFault::Temporary
+            }
+            _ => LoadFault::Invalid,
+        };
+        LoadFailure { fault, message: self.to_string() }
+    }
+
     /// The same error for another caller who waited for the same thing.
     pub(crate) fn for_another(&self) -> Self {
         match self {

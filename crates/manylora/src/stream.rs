@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::pin::Pin;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
@@ -62,6 +62,8 @@ pub(crate) struct StreamSender(Arc<Shared>);
 struct Shared {
     state: Mutex<State>,
     ready: Condvar,
+    /// Versions of the adapters that it was submitted with, from the moment that they are bound.
+    bound: OnceLock<Vec<Option<Digest>>>,
 }
 
 impl Shared {
@@ -93,6 +95,11 @@ impl StreamSender {
             state.queue.push_back(Err(error));
         }
         self.wake(state);
+    }
+
+    /// Says which versions serve. All samples have the same.
+    pub(crate) fn bind(&self, versions: impl FnOnce() -> Vec<Option<Digest>>) {
+        self.0.bound.get_or_init(versions);
     }
 
     fn wake(&self, mut state: MutexGuard<'_, State>) {
@@ -142,10 +149,14 @@ impl RequestStream {
         &self.prompt_token_ids
     }
 
-    /// The adapters that it was submitted with, by name, and the versions that it is bound to: None for one whose tensors had
-    /// not been read then.
-    pub fn adapter_versions(&self) -> &[(String, Option<Digest>)] {
-        &self.adapter_versions
+    /// The adapters that it was submitted with, by name, and the versions that serve it, whatever the names stand for by
+    /// now. From the first delta on they are known; before, None stands for one whose tensors were never read. It stays
+    /// None for one at scale 0, which serves nothing.
+    pub fn adapter_versions(&self) -> Vec<(&str, Option<Digest>)> {
+        let bound = self.shared.bound.get().map_or(&[][..], Vec::as_slice);
+        let bound = bound.iter().copied().chain(std::iter::repeat(None));
+        let submitted = self.adapter_versions.iter();
+        submitted.zip(bound).map(|((name, version), bound)| (name.as_str(), bound.or(*version))).collect()
     }
 
     /// Waits for the next delta; None when all samples have finished.

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
 
-use manylora_core::FinishReason;
 use manylora_core::sampling::{LogprobCount, LogprobsMode};
+use manylora_core::{Digest, FinishReason, RegistrationId};
 use manylora_kernels::ListedValues;
 use manylora_model::tokenizer::{Detokenizer, StopChecker};
 
@@ -67,6 +67,7 @@ pub(crate) struct RunningSequence {
     text: Option<TextState>,
     prompt: Arc<Vec<u32>>,
     prompt_logprobs: Option<(LogprobCount, LogprobsMode)>,
+    adapters: Vec<RegistrationId>,
     stream: Option<StreamSender>,
     capture: Option<Capture>,
     /// Whether deltas are sent as they come, or one when the sequence has finished.
@@ -89,6 +90,8 @@ pub(crate) struct SequenceSetup {
     pub(crate) text: Option<TextState>,
     pub(crate) prompt: Arc<Vec<u32>>,
     pub(crate) prompt_logprobs: Option<(LogprobCount, LogprobsMode)>,
+    /// Adapters of the request, in its order.
+    pub(crate) adapters: Vec<RegistrationId>,
     pub(crate) stream: Option<StreamSender>,
     pub(crate) capture: Option<Capture>,
     pub(crate) streaming: bool,
@@ -109,6 +112,7 @@ impl RunningSequence {
             text: setup.text,
             prompt: setup.prompt,
             prompt_logprobs: setup.prompt_logprobs,
+            adapters: setup.adapters,
             stream: setup.stream,
             capture: setup.capture,
             streaming: setup.streaming,
@@ -118,6 +122,13 @@ impl RunningSequence {
             pending,
             failure: None,
             ended: false,
+        }
+    }
+
+    /// Tells the caller which versions its adapters are from now to its end.
+    pub(crate) fn bind(&self, version_of: impl Fn(RegistrationId) -> Option<Digest>) {
+        if let Some(stream) = self.stream.as_ref().filter(|_| !self.adapters.is_empty()) {
+            stream.bind(|| self.adapters.iter().map(|&adapter| version_of(adapter)).collect());
         }
     }
 

@@ -1,6 +1,7 @@
 //! From a [`GenerateRequest`] to sequences: everything that can be wrong with a request is found here, on the caller's
 //! thread, before anything is queued.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::sync_channel;
@@ -37,7 +38,9 @@ pub(crate) fn submit(
     requests: Vec<GenerateRequest>,
     streaming: bool,
 ) -> Result<Vec<RequestStream>, EngineError> {
-    let checked = requests.into_iter().map(|request| check(shared, request)).collect::<Result<Vec<_>, _>>()?;
+    let mut names = HashMap::new();
+    let check = |request| check(shared, request, &mut names);
+    let checked = requests.into_iter().map(check).collect::<Result<Vec<_>, _>>()?;
     checked.into_iter().map(|request| queue(shared, request, streaming)).collect()
 }
 
@@ -50,7 +53,7 @@ pub(crate) fn logits(
         SamplingParams { temperature: 0.0, max_tokens: Some(1), detokenize: false, ..SamplingParams::default() };
     let mut request = GenerateRequest::tokens(tokens).params(params);
     request.adapters = adapters.to_vec();
-    let checked = check(shared, request)?;
+    let checked = check(shared, request, &mut HashMap::new())?;
     let (reply, answer) = sync_channel(1);
     let capture = Capture { values: Vec::with_capacity(tokens.len() * shared.spec.vocab_size), reply };
     let key = RandomKey::of_request(0, 0);
@@ -62,6 +65,7 @@ pub(crate) fn logits(
         text: None,
         prompt: Arc::clone(&checked.prompt),
         prompt_logprobs: None,
+        adapters: Vec::new(),
         stream: None,
         capture: Some(capture),
         streaming: false,
@@ -73,7 +77,10 @@ pub(crate) fn logits(
     Ok(Logits { rows: tokens.len(), vocab_size: shared.spec.vocab_size, values })
 }
 
-fn check(shared: &Shared, request: GenerateRequest) -> Result<Checked, EngineError> {
+/// What names stand for in requests that are submitted together: the same in all of them.
+type Resolved = HashMap<String, Entry>;
+
+fn check(shared: &Shared, request: GenerateRequest, names: &mut Resolved) -> Result<Checked, EngineError> {
     let vocab_size = shared.spec.vocab_size;
     let limits = SamplingLimits {
         vocab_size,
@@ -105,7 +112,7 @@ fn check(shared: &Shared, request: GenerateRequest) -> Result<Checked, EngineErr
     };
     let compile = |outputs| shared.structure.compile(shared.tokenizer()?, outputs);
     let grammar = params.structured_outputs.as_ref().map(compile).transpose()?;
-    let (adapters, holds) = resolve(shared, &request.adapters)?.into_iter().unzip();
+    let (adapters, holds) = resolve(shared, &request.adapters, names)?.into_iter().unzip();
     Ok(Checked {
         prompt: Arc::new(prompt),
         adapters,
@@ -141,7 +148,11 @@ fn check_prompt(prompt: &[u32], vocab_size: usize, max_model_len: usize) -> Resu
     Ok(())
 }
 
-fn resolve(shared: &Shared, adapters: &[AdapterSelection]) -> Result<Vec<(AdapterUse, Entry)>, EngineError> {
+fn resolve(
+    shared: &Shared,
+    adapters: &[AdapterSelection],
+    names: &mut Resolved,
+) -> Result<Vec<(AdapterUse, Entry)>, EngineError> {
     if !adapters.is_empty() && !shared.config.enable_lora {
         return Err(EngineError::InvalidArgument(format!(
             "Got lora_request for `{}` but LoRA is not enabled!",
@@ -164,7 +175,14 @@ fn resolve(shared: &Shared, adapters: &[AdapterSelection]) -> Result<Vec<(Adapte
                     adapter.name, adapter.scale
                 )));
             }
-            let entry = shared.registry.resolve(&adapter.name)?;
+            let entry = match names.get(&adapter.name) {
+                Some(entry) => entry.clone(),
+                None => {
+                    let entry = shared.registry.resolve(&adapter.name)?;
+                    names.insert(adapter.name.clone(), entry.clone());
+                    entry
+                }
+            };
             Ok((AdapterUse { registration: entry.registration, scale: adapter.scale, first_active: 0 }, entry))
         })
         .collect()
@@ -205,6 +223,7 @@ fn queue(shared: &Arc<Shared>, request: Checked, streaming: bool) -> Result<Requ
                 text: text_state(shared, &request.prompt, &request.params)?,
                 prompt: Arc::clone(&request.prompt),
                 prompt_logprobs,
+                adapters: request.adapters.iter().map(|adapter| adapter.registration).collect(),
                 stream: Some(sender.clone()),
                 capture: None,
                 streaming,
