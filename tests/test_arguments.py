@@ -112,7 +112,7 @@ HONOURED: dict[str, tuple[Any, str, Any]] = {
 }
 # Those that the Python side honours itself, each with a test of its own.
 IN_PYTHON = {"revision", "tokenizer_revision", "hf_token", "download_dir", "generation_config", "use_tqdm_on_load",
-             "disable_log_stats", "lora_root"}  # fmt: skip
+             "disable_log_stats", "lora_root", "lora_cache_bytes"}  # fmt: skip
 
 
 def test_every_honoured_argument_is_in_one_of_the_two_lists() -> None:

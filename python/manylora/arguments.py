@@ -332,6 +332,14 @@ LORA = (
         "folder(s) that adapters must lie in (the hub cache counts); None = any",
         ours=True,
     ),
+    _honoured(
+        "lora_cache_bytes",
+        32 << 30,
+        Kind.WHOLE,
+        "bytes of fetched adapters (from URLs; hub ids have the hub's own cache) that are kept on this machine: beyond "
+        "it (the default is 32 GiB) those go that no process uses, longest unused first; 0 = no limit",
+        ours=True,
+    ),
     _honoured("strict_base", False, Kind.SWITCH, "refuse adapters that name another base", ours=True),
     _no_effect("lora_dtype", "auto", "adapters are stored in the model's dtype"),
     _no_effect("specialize_active_lora", False, "kernels do not depend on the number of adapters"),

@@ -43,6 +43,7 @@ class Settings:
     enable_lora: bool
     hf_token: str | bool | None
     generation_config: str
+    lora_cache_bytes: int
     disable_log_stats: bool
     use_tqdm_on_load: bool
 

@@ -140,7 +140,7 @@ ACCESS = (
         None,
         Kind.PATH,
         "YAML or JSON list of users' keys: name, key, and perhaps adapters, base, requests_per_minute, "
-        "max_concurrent and weight; read again on SIGHUP",
+        "max_concurrent and weight; read again on SIGHUP, which gives nobody back what was used up of a limit",
         ours=True,
     ),
     _honoured("admin_api_key", None, Kind.TEXT, "key for loading, unloading and pinning adapters", ours=True),

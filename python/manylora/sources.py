@@ -9,33 +9,25 @@ and what is in the cache is used without asking anybody.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import hashlib
 import json
-import os
 import re
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from manylora import hub
-from manylora.cache import cache_dir
+from manylora.adapter_cache import CONFIG, TENSORS, Place, digest
 from manylora.exceptions import AdapterError, AdapterNotFoundError, HubError
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
 _PIN = re.compile(r"sha256=([0-9a-f]{64})\Z")
-_CONFIG = "adapter_config.json"
-_TENSORS = "adapter_model.safetensors"
 # What a file system says of a file that changes when the file does, in the names that they have for it.
 _STAMPS = (
     "size", "ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "Digest", "LastModified", "last_modified",
     "Last-Modified", "mtime", "mtimeMs", "updated", "created",
 )  # fmt: skip
-_CHUNK = 1 << 20
 _ATTEMPTS = 5
 # No adapter is larger; whoever sends without an end is not waited for.
 _MOST_BYTES = 16 << 30
@@ -70,7 +62,7 @@ def fetch_adapter(url: str, name: str, *, token: str | bool | None = None, redir
     expected = pin[1] if pin else None
     if place.lower().startswith("hf://"):
         return _from_hub(place, name, token, expected)
-    kept = _Kept(place.rstrip("/"))
+    kept = Place(place.rstrip("/"))
     with kept.locked():
         if expected and (folder := kept.folder(expected)):
             return folder
@@ -79,12 +71,12 @@ def fetch_adapter(url: str, name: str, *, token: str | bool | None = None, redir
 
             system, path = fsspec.core.url_to_fs(place.rstrip("/"), **_options(place, redirects))
             for _ in range(_ATTEMPTS):
-                stamps = {file: _stamp(system.info(f"{path}/{file}")) for file in (_CONFIG, _TENSORS)}
+                stamps = {file: _stamp(system.info(f"{path}/{file}")) for file in (CONFIG, TENSORS)}
                 # Without a stamp nobody can tell whether it has changed.
                 known = None not in stamps.values()
                 if known and (folder := kept.folder(expected, stamps)):
                     return folder
-                if folder := kept.take(system, path, stamps, expected, name):
+                if folder := _take(kept, system, path, stamps, expected, name):
                     return folder
     raise HubError(f"adapter `{name}`: `{url}` changes again and again while it is fetched; try again later")
 
@@ -105,15 +97,15 @@ def _from_hub(place: str, name: str, token: str | bool | None, expected: str | N
     if not _REPOSITORY.match(repository):
         raise HubError(f"adapter `{name}`: `{place}` is not hf://owner/name")
     folder = hub.fetch_adapter(repository, name, token=token)
-    if expected is not None and (folder / _TENSORS).exists():
-        _check_digest(name, place, _digest(folder / _TENSORS), expected)
+    if expected is not None and (folder / TENSORS).exists():
+        _check_digest(name, place, digest(folder / TENSORS), expected)
     return folder
 
 
 def _check_digest(name: str, place: str, found: str, expected: str) -> None:
     if found != expected:
-        reason = f"`{_TENSORS}` of `{place}` has the sha256 `{found}`; `{expected}` was asked for"
-        raise AdapterError(name, [_TENSORS], reason)
+        reason = f"`{TENSORS}` of `{place}` has the sha256 `{found}`; `{expected}` was asked for"
+        raise AdapterError(name, [TENSORS], reason)
 
 
 def _options(place: str, redirects: bool) -> dict[str, Any]:
@@ -133,91 +125,36 @@ async def _client_that_stays(**settings: Any) -> Any:
     return aiohttp.ClientSession(**settings, raise_for_status=check)
 
 
-class _Kept:
-    """What is in the cache from one place."""
+def _take(
+    place: Place, system: Any, path: str, stamps: dict[str, str | None], tensors: str | None, name: str
+) -> Path | None:
+    """Fetch the files into the cache; None if they changed meanwhile."""
+    from fsspec.callbacks import Callback
 
-    def __init__(self, place: str):
-        self.place = place
-        self.root = cache_dir() / "adapters" / hashlib.sha256(place.encode()).hexdigest()[:32]
+    class Bounded(Callback):  # type: ignore[misc]
+        """Ends what does not end."""
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep other threads and processes out: what one fetches the next one finds."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        with (self.root / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+        def relative_update(self, inc: int = 1) -> None:
+            super().relative_update(inc)
+            if self.value > _MOST_BYTES:
+                raise ValueError(f"it has more than {_MOST_BYTES} bytes")
 
-    def folder(self, tensors: str | None, stamps: dict[str, str | None] | None = None) -> Path | None:
-        """Return a folder with this digest of the tensors or these stamps, if there is one and it is whole."""
-        for record in sorted(self.root.glob("[!.]*/source.json")):
-            try:
-                told = json.loads(record.read_text())
-                digests: dict[str, str] = told["sha256"]
-                is_asked_for = tensors in (None, digests[_TENSORS]) and stamps in (None, told["stamps"])
-            except (OSError, ValueError, KeyError, TypeError, AttributeError):
-                continue
-            if is_asked_for:
-                if _is_whole(record.parent, digests):
-                    return record.parent
-                shutil.rmtree(record.parent)
-        return None
-
-    def take(
-        self, system: Any, path: str, stamps: dict[str, str | None], tensors: str | None, name: str
-    ) -> Path | None:
-        """Fetch the files into a folder named by what is in them; None if they changed meanwhile."""
-        from fsspec.callbacks import Callback
-
-        class Bounded(Callback):  # type: ignore[misc]
-            """Ends what does not end."""
-
-            def relative_update(self, inc: int = 1) -> None:
-                super().relative_update(inc)
-                if self.value > _MOST_BYTES:
-                    raise ValueError(f"it has more than {_MOST_BYTES} bytes")
-
-        arriving = Path(tempfile.mkdtemp(prefix=".arriving-", dir=self.root))
-        try:
-            for file in stamps:
-                system.get_file(f"{path}/{file}", str(arriving / file), callback=Bounded())
-            if any(_stamp(system.info(f"{path}/{file}")) != stamp for file, stamp in stamps.items()):
-                # A configuration and tensors that do not belong together are worse than none.
-                return None
-            digests = {file: _digest(arriving / file) for file in stamps}
-            if tensors is not None:
-                _check_digest(name, self.place, digests[_TENSORS], tensors)
-            told = {"url": self.place, "stamps": stamps, "sha256": digests}
-            (arriving / "source.json").write_text(json.dumps(told, indent=1))
-            arriving.chmod(0o755)
-            folder = self.root / hashlib.sha256("".join(digests.values()).encode()).hexdigest()[:32]
-            if folder.exists() and _is_whole(folder, digests):
-                # The same content, with other stamps; it is in use, and stays.
-                os.replace(arriving / "source.json", folder / "source.json")
-            else:
-                shutil.rmtree(folder, ignore_errors=True)
-                os.rename(arriving, folder)
-            return folder
-        finally:
-            shutil.rmtree(arriving, ignore_errors=True)
-
-
-def _is_whole(folder: Path, digests: dict[str, str]) -> bool:
-    return all((folder / file).is_file() and _digest(folder / file) == digest for file, digest in digests.items())
+    with place.arriving() as arriving:
+        for file in stamps:
+            system.get_file(f"{path}/{file}", str(arriving / file), callback=Bounded())
+        if any(_stamp(system.info(f"{path}/{file}")) != stamp for file, stamp in stamps.items()):
+            # A configuration and tensors that do not belong together are worse than none.
+            return None
+        digests = {file: digest(arriving / file) for file in stamps}
+        if tensors is not None:
+            _check_digest(name, place.url, digests[TENSORS], tensors)
+        return place.keep(arriving, stamps, digests)
 
 
 def _stamp(info: dict[str, Any]) -> str | None:
     told = {key: str(info[key]) for key in _STAMPS if info.get(key) is not None}
     # A size alone says too little.
     return json.dumps(told, sort_keys=True) if set(told) - {"size"} else None
-
-
-def _digest(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as opened:
-        while chunk := opened.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 @contextlib.contextmanager

@@ -158,6 +158,7 @@ ENGINE: dict[str, tuple[list[str], Any]] = {
     "max_cpu_loras": (["--max-cpu-loras", "4"], 4),
     "lora_target_modules": (["--lora-target-modules", "q_proj", "v_proj"], ["q_proj", "v_proj"]),
     "lora_memory_bytes": (["--lora-memory-bytes", "1M"], 1 << 20),
+    "lora_cache_bytes": (["--lora-cache-bytes", "1G"], 1 << 30),
     "lora_eviction": (["--lora-eviction", "cost_aware"], "cost_aware"),
     "loader_threads": (["--loader-threads", "3"], 3),
     "max_deferred_steps": (["--max-deferred-steps", "9"], 9),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import httpx2 as httpx
 import pytest
 
 from .conftest import ADAPTERS, PROMPT, Server, StartServer
+from .test_metrics import Page
 
 MODULES = ("--lora-modules", *(f"{name}={ADAPTERS / name}" for name in ("alpha", "beta", "gamma")))
 
@@ -41,6 +44,21 @@ def ask(server: Server, key: str | None, model: str | None = "base", **fields: A
 def ids(server: Server, key: str) -> list[str]:
     answer = server.client.get("/v1/models", headers={"Authorization": f"Bearer {key}"})
     return [model["id"] for model in answer.json()["data"]]
+
+
+_MARKS = itertools.count()
+
+
+def reload(server: Server, path: Path, *entries: str) -> None:
+    """Let the server read these keys, and wait until it has taken them."""
+    mark = f"k-mark-{next(_MARKS)}"
+    write(path, *entries, f"{{name: {mark}, key: {mark}}}")
+    server.process.send_signal(signal.SIGHUP)
+    headers = {"Authorization": f"Bearer {mark}"}
+    deadline = time.monotonic() + 20
+    while server.client.get("/v1/models", headers=headers).status_code != 200:
+        assert time.monotonic() < deadline, server.log
+        time.sleep(0.02)
 
 
 def test_a_48_each_key_has_its_adapters(start_server: StartServer, file: Path) -> None:
@@ -100,6 +118,81 @@ def test_metrics_are_for_keys_that_may_see_all(start_server: StartServer, file: 
     while looked(None) != 200 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert looked(None) == 200
+
+
+def test_a_key_gets_its_weights_share_and_a_reload_changes_it(start_server: StartServer, file: Path) -> None:
+    write(file, "{name: one, key: k-one, weight: 4}", "{name: two, key: k-two}")
+    server = start_server(*MODULES, "--keys-file", str(file), "--max-num-seqs", "2")
+
+    def seconds(adapter: str) -> float:
+        return Page(server).by_adapter("manylora:adapter_e2e_request_latency_seconds_sum").get(adapter, 0.0)
+
+    def compete(favoured: tuple[str, str], other: tuple[str, str]) -> float:
+        """Let two keys ask for as much at once; how much longer the other's samples take, on average."""
+        before = seconds(favoured[1]), seconds(other[1])
+        answers: list[int] = []
+
+        def run(key: str, adapter: str) -> None:
+            fields: dict[str, Any] = {"prompt": [PROMPT] * 60, "max_tokens": 400, "ignore_eos": True}
+            answers.append(ask(server, key, adapter, **fields).status_code)
+
+        threads = [threading.Thread(target=run, args=who) for who in (other, favoured)]
+        for thread in threads:
+            thread.start()
+            # The other one is there first.
+            time.sleep(0.02)
+        for thread in threads:
+            thread.join()
+        assert answers == [200, 200]
+        return (seconds(other[1]) - before[1]) / (seconds(favoured[1]) - before[0])
+
+    # The favoured one's work takes 1.25 of its time alone, of which the other has a fifth and then the rest for itself:
+    # its samples take 2.2 times as long. Where both have equal shares they take as long.
+    one, two = ("k-one", "alpha"), ("k-two", "beta")
+    assert 1.5 < compete(one, two) < 2.6
+    reload(server, file, "{name: one, key: k-one}", "{name: two, key: k-two, weight: 4}")
+    assert 1.5 < compete(two, one) < 2.6
+    # Without weights all are equal again.
+    reload(server, file, "{name: one, key: k-one}", "{name: two, key: k-two}")
+    assert 0.7 < compete(one, two) < 1.3
+
+
+def test_a_reload_changes_limits_and_gives_nothing_back(start_server: StartServer, file: Path) -> None:
+    server = start_server(*MODULES, "--keys-file", str(file))
+    assert [ask(server, "k-some").status_code for _ in range(3)] == [200, 200, 429]
+    # The same limit under another key of the same owner: what was used up stays used up.
+    reload(server, file, "{name: some, key: k-new, requests_per_minute: 2}")
+    assert ask(server, "k-some").status_code == 401
+    assert ask(server, "k-new").status_code == 429
+    reload(server, file, "{name: some, key: k-new}")
+    assert {ask(server, "k-new").status_code for _ in range(6)} == {200}
+    # Who had no limit has not used it up.
+    reload(server, file, "{name: some, key: k-new, requests_per_minute: 3}")
+    assert [ask(server, "k-new").status_code for _ in range(4)] == [200, 200, 200, 429]
+    # Who has left, and comes back, begins as everybody does.
+    reload(server, file)
+    assert ask(server, "k-new").status_code == 401
+    reload(server, file, "{name: some, key: k-new, requests_per_minute: 1}")
+    assert [ask(server, "k-new").status_code for _ in range(2)] == [200, 429]
+
+
+def test_a_reload_counts_what_runs(start_server: StartServer, file: Path) -> None:
+    server = start_server(*MODULES, "--keys-file", str(file), "--max-num-seqs", "1", "--scheduling-policy", "priority")
+    few = "name: few, key: k-few"
+    reload(server, file, f"{{{few}, max_concurrent: 64}}")
+    long = {"model": "alpha", "prompt": [PROMPT] * 64, "max_tokens": 480, "ignore_eos": True, "stream": True}
+    headers = {"Authorization": "Bearer k-few"}
+    with server.client.stream("POST", "/v1/completions", json=long, headers=headers) as running:
+        assert running.status_code == 200
+        for most, status in ((64, 429), (65, 200), (2, 429)):
+            reload(server, file, f"{{{few}, max_concurrent: {most}}}")
+            answer = ask(server, "k-few", max_tokens=1, priority=-1)
+            assert answer.status_code == status, (most, answer.text)
+        assert ask(server, "k-few", n=3, temperature=1).status_code == 400
+    deadline = time.monotonic() + 20
+    while (status := ask(server, "k-few", max_tokens=1).status_code) == 429 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert status == 200
 
 
 def test_weights_without_effect_are_warned_of_and_a_reload_goes_on(start_server: StartServer, file: Path) -> None:

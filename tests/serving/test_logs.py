@@ -69,12 +69,19 @@ def test_each_request_is_told_where_that_is_asked_for(start_server: StartServer)
 
 
 def test_a_stream_that_is_left_is_told_as_aborted(start_server: StartServer) -> None:
-    server = start_server("--enable-log-requests", "--log-format", "json")
-    body = {"model": "base", "prompt": [5, 6], "max_tokens": 480, "stream": True, "ignore_eos": True}
-    with server.client.stream("POST", "/v1/completions", json=body) as answer:
+    # One after the other, so that it takes many times as long as leaving does.
+    server = start_server("--enable-log-requests", "--log-format", "json", "--max-num-seqs", "1")
+    prompts, most = 256, 480
+    body = {"prompt": [[5, 6]] * prompts, "max_tokens": most, "stream": True, "ignore_eos": True}
+    with server.client.stream("POST", "/v1/completions", json=body, headers={"X-Request-Id": "left"}) as answer:
         next(answer.iter_lines())
     (line,) = told(server, "request")
-    assert (line["finish_reason"], line["generation_tokens"] < 480) in (("abort", True), ("length", False))
+    assert (line["request_id"], line["samples"], line["prompt_tokens"]) == ("left", prompts, 2 * prompts)
+    assert line["finish_reason"] == "abort"
+    assert 0 <= line["generation_tokens"] < prompts * most / 2
+    # The next one ended by itself, and is told so.
+    assert server.complete().status_code == 200
+    assert [line["finish_reason"] for line in told(server, "request", 2)] == ["abort", "length"]
 
 
 def test_the_engines_work_is_told_while_there_is_some(start_server: StartServer) -> None:

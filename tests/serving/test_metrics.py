@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
+import struct
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.parser import text_string_to_metric_families as plain_families
+
+from manylora.bench.client import Answer, Client
 
 from .conftest import ADAPTERS, PROMPT, Server, StartServer
 
@@ -157,6 +162,59 @@ def test_a_49_series_are_bounded_under_churn(start_server: StartServer, folder: 
         assert server.unload(f"goes-{number}").status_code == 200
     assert set(Page(server).by_adapter("manylora:adapter_requests_total")) == {"other"}
     assert Page(server).by_adapter("manylora:adapter_requests_total")["other"] == 8
+
+
+def test_a_49_two_thousand_adapters_come_and_go(start_server: StartServer, tmp_path: Path) -> None:
+    shown, at_once, rounds = 32, 50, 40
+    config = (ADAPTERS / "sub-k" / "adapter_config.json").read_bytes()
+    tensors = (ADAPTERS / "sub-k" / "adapter_model.safetensors").read_bytes()
+    for number in range(at_once * rounds):
+        folder = tmp_path / f"{number:04}"
+        folder.mkdir()
+        (folder / "adapter_config.json").write_bytes(config)
+        # Its last number is its own, so that each is a version of its own.
+        (folder / "adapter_model.safetensors").write_bytes(tensors[:-4] + struct.pack("<f", number / 1000))
+    server = start_server("--max-adapter-series", str(shown), folder=tmp_path, **ON)
+    versions: set[str] = set()
+
+    async def call(client: Client, path: str, **fields: Any) -> Answer:
+        answer = await client.send("POST", path, json.dumps(fields).encode(), 60)
+        assert answer.status == 200, answer.body
+        return answer
+
+    async def come(client: Client, name: str) -> None:
+        await call(client, "/v1/load_lora_adapter", lora_name=name, lora_path=name)
+        served = await call(client, "/v1/completions", model=name, prompt=PROMPT, max_tokens=1)
+        versions.add(served.headers["x-manylora-adapter-version"])
+
+    async def churn() -> None:
+        client = Client(server.url)
+        for first in range(0, at_once * rounds, at_once):
+            names = [f"{number:04}" for number in range(first, first + at_once)]
+            await asyncio.gather(*(come(client, name) for name in names))
+            if first % 500 == 0:
+                look(at_once, first + at_once)
+            await asyncio.gather(*(call(client, "/v1/unload_lora_adapter", lora_name=name) for name in names))
+        client.close()
+
+    def look(there: int, so_far: int) -> None:
+        page = Page(server)
+        assert page.value("manylora:adapters_registered") == there
+        assert page.value("manylora:adapter_loads_total") == so_far
+        for name, samples in page.samples.items():
+            labels = {told["adapter_name"] for told, _ in samples if "adapter_name" in told}
+            assert len(labels) <= min(there, shown) + len({"base", "other"}), name
+        assert page.value("vllm:request_success_total", finished_reason="length") == so_far
+
+    asyncio.run(churn())
+    assert len(versions) == at_once * rounds
+    look(0, at_once * rounds)
+    page = Page(server)
+    assert (
+        page.value("manylora:adapters_resident", tier="host") == page.value("manylora:adapter_bytes", tier="host") == 0
+    )
+    assert page.value("manylora:adapter_load_failures_total", reason="io") == 0
+    assert server.ids() == ["base"]
 
 
 def test_a_49_routers_see_who_runs_and_who_waits(start_server: StartServer, folder: Path) -> None:

@@ -11,6 +11,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
@@ -19,6 +20,7 @@ from manylora import sources
 from manylora.exceptions import AdapterError, AdapterNotFoundError, HubError
 
 from .conftest import ADAPTERS, Server, StartServer
+from .test_logs import lines_with
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 ON = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
@@ -106,7 +108,16 @@ def test_what_cannot_be_fetched_says_why(place: str, monkeypatch: pytest.MonkeyP
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
+    waiting: ClassVar[list[str]] = []
+    together = threading.Event()
+
     def do_GET(self) -> None:
+        if self.path.startswith("/together/") and not self.together.is_set():
+            # The first ones are not answered before a few wait at the same time.
+            self.waiting.append(self.path)
+            if len(self.waiting) == 4:
+                self.together.set()
+            self.together.wait(20)
         if self.path.startswith("/adapters/moved/"):
             self.send_response(302)
             self.send_header("Location", self.path.replace("adapters/moved", "private/beta"))
@@ -248,6 +259,61 @@ def test_the_operators_own_adapters_may_lie_anywhere(
     server = start_server(*flags, folder=tmp_path, MANYLORA_CACHE=str(cache))
     assert server.ids() == ["base", "alpha", "beta"]
     assert len({server.text(name) for name in ("base", "alpha", "beta")}) == 3
+
+
+def test_what_a_manifest_names_is_fetched_some_at_a_time(
+    start_server: StartServer, site: tuple[str, Path], tmp_path: Path, cache: Path
+) -> None:
+    url, folder = site
+    names = [f"a{number:02}" for number in range(13)]
+    for name in names:
+        shutil.copytree(ADAPTERS / "alpha", folder / "together" / name)
+    manifest = tmp_path / "adapters.json"
+    entries = [{"name": name, "path": f"{url}/together/{name}"} for name in names]
+    # Nearby ones among them.
+    entries[3]["path"] = str(ADAPTERS / "beta")
+    manifest.write_text(json.dumps(entries))
+    flags = ("--lora-manifest", str(manifest))
+    server = start_server(*flags, folder=tmp_path, MANYLORA_CACHE=str(cache))
+    assert server.ids() == ["base", *names], server.log
+    assert len(set(Quiet.waiting[:4])) == 4
+    assert server.text("a03") != server.text("a04") == server.text("a12")
+    assert "13 adapters registered" in server.log
+    server.close()
+    # All that is wrong is told at once, in the order of the manifest.
+    entries[7]["path"] = f"{url}/nowhere"
+    entries[2]["path"] = f"{url}/adapters/alpha#sha256={digest('beta')}"
+    manifest.write_text(json.dumps(entries))
+    server = start_server(*flags, folder=tmp_path, MANYLORA_CACHE=str(cache))
+    assert server.process.wait(30) == 1
+    told = server.log
+    assert "2 adapters cannot be served:" in told
+    assert told.index("a02") < told.index(digest("beta")) < told.index(f"{url}/nowhere")
+    assert "`a03`" not in told
+
+
+def test_a_server_keeps_the_cache_to_its_bound(
+    start_server: StartServer, site: tuple[str, Path], tmp_path: Path, cache: Path
+) -> None:
+    alpha, beta = f"{site[0]}/adapters/alpha", f"{site[0]}/private/beta"
+    flags = ("--lora-sources", site[0] + "/adapters", site[0] + "/private", "--lora-cache-bytes", "1")
+    more: dict[str, Any] = {"folder": tmp_path, "MANYLORA_CACHE": str(cache), **ON}
+    first = start_server(*flags, **more)
+    assert first.load("alpha", alpha).status_code == 200
+    second = start_server(*flags, **more)
+    assert second.load("beta", beta).status_code == 200
+    # Each has its own.
+    lines_with(second, "what is left is in use")
+    assert "removed `" not in first.log + second.log
+    expected = first.text("alpha"), second.text("beta")
+    assert first.stop() == 0
+    third = start_server(*flags, "--lora-modules", f"beta={beta}", **more)
+    assert third.ids() == ["base", "beta"]
+    lines_with(third, "removed `")
+    assert third.log.count("removed `") == 1
+    assert third.load("alpha", alpha).status_code == 200
+    assert (third.text("alpha"), third.text("beta")) == expected
+    assert second.text("beta") == expected[1]
 
 
 @pytest.mark.parametrize("given", ["bucket/x", "https://", "s3://b/../c"])

@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 
 from manylora import LLM, LoRARequest, SamplingParams, StructuredOutputsParams, ValidationError
 
-from .conftest import ADAPTERS, ORACLE, PROMPT, Server, events
+from .conftest import ADAPTERS, ORACLE, PROMPT, Server, StartServer, events
 
 SCHEMA = {
     "type": "object",
@@ -118,19 +118,45 @@ def test_the_clients_own_classes_are_filled(client: openai.OpenAI) -> None:
         ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema.schema"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "multiple are specified"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "not supported"),
-        ({"structured_outputs": {"json": {"type": "things"}}}, None, "structured_outputs.json cannot be used: "),
-        ({"structured_outputs": {"regex": "[a"}}, None, "structured_outputs.regex cannot be used: "),
-        ({"guided_grammar": "start: nothing"}, None, "structured_outputs.grammar cannot be used: "),
-        ({"guided_json": 5}, None, "a JSON Schema is an object, got `5`"),
+        (
+            {"structured_outputs": {"json": {"type": "things"}}},
+            "structured_outputs",
+            "structured_outputs.json cannot be used: ",
+        ),
+        ({"structured_outputs": {"regex": "[a"}}, "structured_outputs", "structured_outputs.regex cannot be used: "),
+        ({"guided_grammar": "start: nothing"}, "guided_grammar", "structured_outputs.grammar cannot be used: "),
+        ({"guided_json": 5}, "guided_json", "a JSON Schema is an object, got `5`"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "things"}}}},
+            "response_format",
+            "structured_outputs.json cannot be used: ",
+        ),
     ],
 )
-def test_what_cannot_be_followed_is_told(server: Server, fields: dict[str, Any], param: str | None, words: str) -> None:
+def test_what_cannot_be_followed_is_told(server: Server, fields: dict[str, Any], param: str, words: str) -> None:
     for stream in (False, True):
         answer = server.complete(stream=stream, **fields)
         assert answer.status_code == 400
         error = answer.json()["error"]
         assert words in error["message"]
         assert error["param"] == param
+
+
+def test_calls_that_cannot_be_held_to_blame_the_tools(server: Server) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "things"}}}}}
+    body = {"messages": CHAT, "tools": [tool], "tool_choice": "required", "max_tokens": 5}
+    answer = server.post("/v1/chat/completions", body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == "tools"
+
+
+def test_a_server_is_ready_for_structures_before_the_first_request(start_server: StartServer) -> None:
+    server = start_server("--log-level", "debug")
+    deadline = time.monotonic() + 30
+    while (ready := "was made ready for structured outputs") not in server.log and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert server.log.count(ready) == 1
+    assert server.text(structured_outputs={"regex": "[xy]{4}"}, ignore_eos=False).strip("xy") == ""
 
 
 def test_no_grammar_ends_the_server(server: Server) -> None:

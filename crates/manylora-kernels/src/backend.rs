@@ -402,6 +402,12 @@ pub trait Backend: Send + Sync + 'static {
         None
     }
 
+    /// Calls `work(part, parts)` once for every part in `0..parts`, on the threads that steps compute on, and returns when all
+    /// are done. Not for use within an operation or by `work`. Without such threads there is one part, on this one.
+    fn run_parts(&self, work: &(dyn Fn(usize, usize) + Sync)) {
+        work(0, 1);
+    }
+
     /// Packs an adapter into one blob. `fill(i, a, b)` writes the factors of `sites[i]` as f32, row-major, into
     /// vectors that it first resizes: A `[rank, input]`, B `[output, rank]`. Can be called from any thread.
     fn pack_adapter(

@@ -61,6 +61,8 @@ pub trait Runner: Send {
     fn largest(&mut self, count: usize, k: usize, out: &mut LargestValues) -> Result<bool, ModelError>;
     /// Most rows of one [`Self::logits`] call.
     fn max_logit_rows(&self) -> usize;
+    /// Does other work on the threads that steps compute on, between two calls. See [`manylora_kernels::Backend::run_parts`].
+    fn run_parts(&self, work: &(dyn Fn(usize, usize) + Sync));
     /// Packs adapters for this model.
     fn packer(&self) -> Arc<dyn AdapterPacker>;
     /// Makes an adapter known under a slot. Takes no memory of its own but the table's.

@@ -100,6 +100,11 @@ impl Engine {
         });
     }
 
+    /// Raises where requests can be run no more. Waits for nothing.
+    fn check_health(&self, py: Python<'_>) -> PyResult<()> {
+        self.handle.check_health().into_python(py)
+    }
+
     /// What was decided at start.
     fn info(&self) -> Info {
         self.handle.info().into()

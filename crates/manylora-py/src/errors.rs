@@ -29,7 +29,7 @@ fn refused(py: Python<'_>, refusal: &AdapterRefusal) -> PyErr {
 pub(crate) fn to_python(py: Python<'_>, error: &EngineError) -> PyErr {
     let message = error.to_string();
     match error {
-        EngineError::InvalidArgument(_) => raise(py, "ValidationError", (message,)),
+        EngineError::InvalidArgument(_) | EngineError::StructuredOutputs(_) => raise(py, "ValidationError", (message,)),
         EngineError::UnknownAdapter { .. } => raise(py, "UnknownAdapterError", (message,)),
         EngineError::AdapterRefused(refusal) => refused(py, refusal),
         EngineError::AdapterConflict { existing, .. } => {
@@ -41,7 +41,7 @@ pub(crate) fn to_python(py: Python<'_>, error: &EngineError) -> PyErr {
         EngineError::UnloadTimeout { name, .. } => {
             raise(py, "refused", (name.as_str(), Vec::<String>::new(), message, None::<String>, "timeout"))
         }
-        EngineError::RequestFailed(_) => raise(py, "RequestError", (message,)),
+        EngineError::RequestFailed(_) | EngineError::Busy(_) => raise(py, "RequestError", (message,)),
         // What is wrong with messages, templates and text is wrong with an argument.
         EngineError::Model(ModelError::ChatTemplate(_) | ModelError::Tokenizer(_)) => {
             raise(py, "ValidationError", (message,))

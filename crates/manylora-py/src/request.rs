@@ -136,7 +136,7 @@ impl From<Request> for GenerateRequest {
         };
         Self {
             prompt,
-            params: request.params.into(),
+            params: SamplingParams::from(request.params).into(),
             adapters: request.adapters.into_iter().map(|(name, scale)| AdapterSelection { name, scale }).collect(),
             priority: request.priority,
             cache_salt: request.cache_salt,

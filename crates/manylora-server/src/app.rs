@@ -84,6 +84,7 @@ impl App {
             draining: AtomicBool::new(false),
         });
         app.share()?;
+        app.engine.prepare_structured_outputs();
         Ok(app)
     }
 

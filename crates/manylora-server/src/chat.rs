@@ -17,7 +17,7 @@ use crate::app::{App, unix_time};
 use crate::body;
 use crate::completions::{cache_salt, stop_reason};
 use crate::error::ApiError;
-use crate::events::{self, Events, StreamOptions, Writer};
+use crate::events::{self, Maker as _, StreamOptions};
 use crate::fields::Fields;
 use crate::generation::Generation;
 use crate::keys::Caller;
@@ -25,6 +25,7 @@ use crate::logprobs::{self, ChatLogprobs, Speller};
 use crate::reasoning::{CLOSE, OPEN, Splitter};
 use crate::sampling;
 use crate::speech::{Listener, Message};
+use crate::structured;
 use crate::target::{self, Target};
 use crate::tools::{self, CallParser, Tools};
 
@@ -177,7 +178,11 @@ pub(crate) async fn create(
     let answering = app.answering();
     let mut fields = body::read(&headers, body, app.config.max_body_bytes).await?;
     target::resolve(&app, &caller, &fields).await?;
+    let mut structured_by = structured::field(&fields);
     let mut asked = read(&app, &caller, &mut fields)?;
+    if asked.tools.are_demanded() {
+        structured_by = "tools";
+    }
     let (add_special_tokens, samples) = (asked.conversation.add_special_tokens, asked.params.n);
     let echoed = if asked.echo { last_content(&asked.conversation.messages) } else { String::new() };
     let continues = asked.conversation.options.continue_final_message;
@@ -192,13 +197,13 @@ pub(crate) async fn create(
     let prompt_logprobs = asked.params.prompt_logprobs.is_some();
     let request = GenerateRequest {
         prompt: Prompt::Text { text, add_special_tokens },
-        params: asked.params,
+        params: Arc::new(asked.params),
         adapters: asked.target.adapters,
         priority: asked.priority,
         cache_salt: asked.cache_salt,
         tenant: caller.tenant(),
     };
-    let generation = Generation::start((&app, &caller), vec![request], asked.stream.is_some()).await?;
+    let generation = Generation::start((&app, &caller), vec![request], asked.stream.is_some(), structured_by).await?;
     let version = generation.version.clone();
     let mut maker = Maker {
         id: answer::fresh_id("chatcmpl-"),
@@ -216,7 +221,7 @@ pub(crate) async fn create(
         cached: 0,
     };
     let response = match asked.stream {
-        Some(options) => events::respond(generation, StreamWriter { maker, options }, answering),
+        Some(options) => events::respond(generation, maker, options, answering),
         None => maker.whole(generation, samples).await?,
     };
     Ok(answer::with_version(response, version.as_deref()))
@@ -297,36 +302,6 @@ impl Maker {
         }
     }
 
-    /// What a sample's news become in a stream: a choice for each part of what was said.
-    fn parts(&mut self, mut delta: Delta) -> Vec<Choice> {
-        let (index, text) = (delta.index, std::mem::take(&mut delta.text));
-        let mut parts = self.listeners[index].parts(&text, delta.finish_reason.is_some());
-        let mut all = self.choice(delta);
-        if parts.is_empty() {
-            if all.finish_reason.is_none() && all.logprobs.is_none() && all.token_ids.is_none() {
-                // Half a character, or the beginning of a mark: it comes with the rest.
-                return Vec::new();
-            }
-            parts.push(Message::text(String::new()));
-        }
-        let last = parts.len() - 1;
-        let choice = |(at, part)| Choice {
-            index,
-            message: None,
-            delta: Some(part),
-            // Tokens go with the first part, the end with the last.
-            logprobs: all.logprobs.take(),
-            token_ids: all.token_ids.take(),
-            finish_reason: all.finish_reason.take_if(|_| at == last),
-            stop_reason: if at == last { all.stop_reason.take() } else { Value::Null },
-        };
-        parts.into_iter().enumerate().map(choice).collect()
-    }
-
-    fn usage(&self) -> Usage {
-        Usage::new(self.prompt.len(), self.tokens.iter().sum(), self.cached)
-    }
-
     fn told(&self, object: &'static str, choices: Vec<Choice>, usage: ToldUsage) -> Chat<'_> {
         Chat {
             id: &self.id,
@@ -359,41 +334,56 @@ impl Maker {
     }
 }
 
-struct StreamWriter {
-    maker: Maker,
-    options: StreamOptions,
-}
+impl events::Maker for Maker {
+    type Choice = Choice;
 
-const CHUNK: &str = "chat.completion.chunk";
-
-impl Writer for StreamWriter {
-    fn begin(&mut self, _: &Generation, events: &mut Events) {
-        for index in 0..self.maker.tokens.len() {
-            let message = Message::begun(self.maker.echoed.clone());
-            let choice = Choice {
-                index,
-                message: None,
-                delta: Some(message),
-                logprobs: None,
-                finish_reason: None,
-                stop_reason: Value::Null,
-                token_ids: None,
-            };
-            let mut chat = self.maker.told(CHUNK, vec![choice], self.options.usage(|| self.maker.usage()));
-            chat.prompt_token_ids = (self.maker.token_ids && index == 0).then_some(&self.maker.prompt);
-            events.push(&chat);
-        }
+    fn opening(&self) -> Vec<Choice> {
+        let choice = |index| Choice {
+            index,
+            message: None,
+            delta: Some(Message::begun(self.echoed.clone())),
+            logprobs: None,
+            finish_reason: None,
+            stop_reason: Value::Null,
+            token_ids: None,
+        };
+        (0..self.tokens.len()).map(choice).collect()
     }
 
-    fn delta(&mut self, _: usize, delta: Delta, events: &mut Events) {
-        for choice in self.maker.parts(delta) {
-            events.push(&self.maker.told(CHUNK, vec![choice], self.options.usage(|| self.maker.usage())));
+    /// A choice for each part of what was said.
+    fn choices(&mut self, _: usize, mut delta: Delta) -> Vec<Choice> {
+        let (index, text) = (delta.index, std::mem::take(&mut delta.text));
+        let mut parts = self.listeners[index].parts(&text, delta.finish_reason.is_some());
+        let mut all = self.choice(delta);
+        if parts.is_empty() {
+            if all.finish_reason.is_none() && all.logprobs.is_none() && all.token_ids.is_none() {
+                // Half a character, or the beginning of a mark: it comes with the rest.
+                return Vec::new();
+            }
+            parts.push(Message::text(String::new()));
         }
+        let last = parts.len() - 1;
+        let choice = |(at, part)| Choice {
+            index,
+            message: None,
+            delta: Some(part),
+            // Tokens go with the first part, the end with the last.
+            logprobs: all.logprobs.take(),
+            token_ids: all.token_ids.take(),
+            finish_reason: all.finish_reason.take_if(|_| at == last),
+            stop_reason: if at == last { all.stop_reason.take() } else { Value::Null },
+        };
+        parts.into_iter().enumerate().map(choice).collect()
     }
 
-    fn end(&mut self, events: &mut Events) {
-        if self.options.include_usage {
-            events.push(&self.maker.told(CHUNK, Vec::new(), ToldUsage::Now(self.maker.usage())));
-        }
+    fn usage(&self) -> Usage {
+        Usage::new(self.prompt.len(), self.tokens.iter().sum(), self.cached)
+    }
+
+    fn event(&self, choice: Option<Choice>, usage: ToldUsage) -> impl Serialize {
+        let begun = choice.as_ref().filter(|choice| choice.index == 0).and_then(|choice| choice.delta.as_ref());
+        let opens = begun.is_some_and(Message::begins);
+        let chat = self.told("chat.completion.chunk", choice.into_iter().collect(), usage);
+        Chat { prompt_token_ids: (self.token_ids && opens).then_some(&self.prompt), ..chat }
     }
 }

@@ -15,12 +15,13 @@ use crate::answer::{self, ToldUsage, Usage};
 use crate::app::{App, unix_time};
 use crate::body;
 use crate::error::ApiError;
-use crate::events::{self, Events, StreamOptions, Writer};
+use crate::events::{self, Maker as _, StreamOptions};
 use crate::fields::{Fields, tokens};
 use crate::generation::{self, Generation};
 use crate::keys::Caller;
 use crate::logprobs::{self, CompletionLogprobs, Speller};
 use crate::sampling;
+use crate::structured;
 use crate::target::{self, Target};
 
 /// Tokens that a completion has when nothing is said.
@@ -190,6 +191,7 @@ pub(crate) async fn create(
     let answering = app.answering();
     let mut fields = body::read(&headers, body, app.config.max_body_bytes).await?;
     target::resolve(&app, &caller, &fields).await?;
+    let structured_by = structured::field(&fields);
     let Asked { target, prompts, params, echo, logprobs, stream, shape, cache_salt, priority } =
         read(&app, &caller, &mut fields)?;
     let samples = params.n;
@@ -200,16 +202,17 @@ pub(crate) async fn create(
         _ => None,
     });
     let texts = texts.collect();
+    let params = Arc::new(params);
     let request = |prompt| GenerateRequest {
         prompt,
-        params: params.clone(),
+        params: Arc::clone(&params),
         adapters: target.adapters.clone(),
         priority,
         cache_salt: cache_salt.clone(),
         tenant: caller.tenant(),
     };
     let requests = prompts.into_iter().map(request).collect();
-    let generation = Generation::start((&app, &caller), requests, stream.is_some()).await?;
+    let generation = Generation::start((&app, &caller), requests, stream.is_some(), structured_by).await?;
     let version = generation.version.clone();
     let mut maker = Maker {
         id: answer::fresh_id("cmpl-"),
@@ -225,7 +228,7 @@ pub(crate) async fn create(
         cached: vec![0; generation.prompts.len()],
     };
     let response = match stream {
-        Some(options) => events::respond(generation, StreamWriter { maker, options }, answering),
+        Some(options) => events::respond(generation, maker, options, answering),
         None => maker.whole(generation).await?,
     };
     Ok(answer::with_version(response, version.as_deref()))
@@ -305,11 +308,6 @@ impl Maker {
         }
     }
 
-    fn usage(&self) -> Usage {
-        let prompts = self.prompts.iter().map(Vec::len).sum();
-        Usage::new(prompts, self.progress.iter().map(|it| it.tokens).sum(), self.cached.iter().sum())
-    }
-
     fn told(&self, choices: Vec<Choice>, usage: ToldUsage) -> Completion<'_> {
         Completion {
             id: &self.id,
@@ -330,28 +328,25 @@ impl Maker {
     }
 }
 
-struct StreamWriter {
-    maker: Maker,
-    options: StreamOptions,
-}
+impl events::Maker for Maker {
+    type Choice = Choice;
 
-impl Writer for StreamWriter {
-    fn begin(&mut self, _: &Generation, _: &mut Events) {}
-
-    fn delta(&mut self, prompt: usize, delta: Delta, events: &mut Events) {
-        let choice = self.maker.choice(prompt, delta);
+    fn choices(&mut self, prompt: usize, delta: Delta) -> Vec<Choice> {
+        let choice = self.choice(prompt, delta);
         let has_tokens = choice.token_ids.as_ref().is_some_and(|tokens| !tokens.is_empty());
         if choice.text.is_empty() && choice.finish_reason.is_none() && choice.logprobs.is_none() && !has_tokens {
             // Half a character: it comes with its other half.
-            return;
+            return Vec::new();
         }
-        let usage = self.options.usage(|| self.maker.usage());
-        events.push(&self.maker.told(vec![choice], usage));
+        vec![choice]
     }
 
-    fn end(&mut self, events: &mut Events) {
-        if self.options.include_usage {
-            events.push(&self.maker.told(Vec::new(), ToldUsage::Now(self.maker.usage())));
-        }
+    fn usage(&self) -> Usage {
+        let prompts = self.prompts.iter().map(Vec::len).sum();
+        Usage::new(prompts, self.progress.iter().map(|it| it.tokens).sum(), self.cached.iter().sum())
+    }
+
+    fn event(&self, choice: Option<Choice>, usage: ToldUsage) -> impl Serialize {
+        self.told(choice.into_iter().collect(), usage)
     }
 }

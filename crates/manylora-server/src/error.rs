@@ -46,6 +46,9 @@ pub(crate) struct ApiError {
     retry_after: Option<u32>,
 }
 
+/// The field of the engine's own that says what an output is to be.
+pub(crate) const STRUCTURED_OUTPUTS: &str = "structured_outputs";
+
 impl ApiError {
     fn new(status: StatusCode, kind: &'static str, message: impl Into<String>) -> Self {
         Self { status, kind, message: message.into(), param: None, retry_after: None }
@@ -118,6 +121,11 @@ impl ApiError {
         Self { param: Some(param.into()), ..self }
     }
 
+    /// Names the field by which the output's structure was asked for, where that is to blame.
+    pub(crate) fn of_structure(self, field: &str) -> Self {
+        if self.param.as_deref() == Some(STRUCTURED_OUTPUTS) { self.about(field) } else { self }
+    }
+
     /// The envelope.
     pub(crate) fn to_json(&self) -> Value {
         let Self { status, kind, message, param, .. } = self;
@@ -153,6 +161,8 @@ impl From<EngineError> for ApiError {
                 error.about("model")
             }
             EngineError::UnloadTimeout { .. } => Self::new(StatusCode::CONFLICT, "ConflictError", message),
+            EngineError::StructuredOutputs(_) => Self::bad_request(message).about(STRUCTURED_OUTPUTS),
+            EngineError::Busy(_) => Self::unavailable(message, 1),
             EngineError::InvalidArgument(_)
             | EngineError::RequestFailed(_)
             | EngineError::Model(ModelError::ChatTemplate(_) | ModelError::Tokenizer(_)) => Self::bad_request(message),

@@ -36,25 +36,42 @@ impl Events {
     }
 }
 
-/// Turns deltas into events.
-pub(crate) trait Writer: Send + 'static {
-    /// Before the first.
-    fn begin(&mut self, generation: &Generation, events: &mut Events);
-    /// News of a sample of a prompt.
-    fn delta(&mut self, prompt: usize, delta: Delta, events: &mut Events);
-    /// After the last, if nothing failed.
-    fn end(&mut self, events: &mut Events);
+/// Makes events of a generation's news.
+pub(crate) trait Maker: Send + 'static {
+    /// What an event tells.
+    type Choice: Send;
+
+    /// What is told before all news, an event each.
+    fn opening(&self) -> Vec<Self::Choice> {
+        Vec::new()
+    }
+
+    /// What news of a sample of a prompt become, an event each.
+    fn choices(&mut self, prompt: usize, delta: Delta) -> Vec<Self::Choice>;
+
+    /// Tokens so far.
+    fn usage(&self) -> Usage;
+
+    /// An event.
+    fn event(&self, choice: Option<Self::Choice>, usage: ToldUsage) -> impl Serialize;
 }
 
-struct Stream<W> {
+struct Stream<M> {
     generation: Generation,
-    writer: W,
+    maker: M,
+    options: StreamOptions,
     begun: bool,
     ended: bool,
     _answering: Answering,
 }
 
-impl<W: Writer> Stream<W> {
+impl<M: Maker> Stream<M> {
+    fn tell(&self, choices: Vec<M::Choice>, events: &mut Events) {
+        for choice in choices {
+            events.push(&self.maker.event(Some(choice), self.options.usage(|| self.maker.usage())));
+        }
+    }
+
     /// The events that are there, at least one if any comes; None at the end.
     async fn next(mut self) -> Option<(Result<Bytes, std::convert::Infallible>, Self)> {
         if self.ended {
@@ -63,12 +80,15 @@ impl<W: Writer> Stream<W> {
         let mut events = Events::default();
         if !self.begun {
             self.begun = true;
-            self.writer.begin(&self.generation, &mut events);
+            self.tell(self.maker.opening(), &mut events);
         }
         let mut news = self.generation.next().await;
         loop {
             match news {
-                Some(Ok((prompt, delta))) => self.writer.delta(prompt, delta, &mut events),
+                Some(Ok((prompt, delta))) => {
+                    let choices = self.maker.choices(prompt, delta);
+                    self.tell(choices, &mut events);
+                }
                 Some(Err(error)) => {
                     // An error is the last event: no [DONE], which would say that all went well.
                     events.push(&error.to_json());
@@ -76,7 +96,9 @@ impl<W: Writer> Stream<W> {
                     break;
                 }
                 None => {
-                    self.writer.end(&mut events);
+                    if self.options.include_usage {
+                        events.push(&self.maker.event(None, ToldUsage::Now(self.maker.usage())));
+                    }
                     events.done();
                     self.ended = true;
                     break;
@@ -93,8 +115,13 @@ impl<W: Writer> Stream<W> {
 }
 
 /// The answer that streams a generation.
-pub(crate) fn respond(generation: Generation, writer: impl Writer, answering: Answering) -> Response {
-    let stream = Stream { generation, writer, begun: false, ended: false, _answering: answering };
+pub(crate) fn respond(
+    generation: Generation,
+    maker: impl Maker,
+    options: StreamOptions,
+    answering: Answering,
+) -> Response {
+    let stream = Stream { generation, maker, options, begun: false, ended: false, _answering: answering };
     let mut response = Response::new(Body::from_stream(unfold(stream, Stream::next)));
     let headers = response.headers_mut();
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));

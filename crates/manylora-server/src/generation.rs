@@ -49,29 +49,34 @@ pub(crate) struct Generation {
     pub(crate) version: Option<String>,
     first: Option<(usize, Delta)>,
     rest: SelectAll<Tagged>,
+    /// The field by which the outputs' structure was asked for.
+    structured_by: &'static str,
     account: Account,
     _pending: Pending,
 }
 
 impl Generation {
     /// Submits requests and waits for the first news, so that whatever keeps them from running is told before any byte of
-    /// an answer. With `streaming` false each sample arrives whole.
+    /// an answer. With `streaming` false each sample arrives whole; `structured_by` is the field that asks for a structure of
+    /// the outputs, where one does.
     pub(crate) async fn start(
         (app, caller): (&Arc<App>, &Caller),
         requests: Vec<GenerateRequest>,
         streaming: bool,
+        structured_by: &'static str,
     ) -> Result<Self, ApiError> {
         let sequences = requests.iter().fold(0_usize, |sum, request| sum.saturating_add(request.params.n));
         check_size(sequences)?;
         let pending = app.admit(caller, sequences)?;
         let mut account = Account::open(app, &requests);
         let submitted = app.blocking(move |app| app.engine.submit_all(requests, streaming)).await;
-        let streams = submitted.inspect_err(|_| account.void())?;
+        let streams = submitted.map_err(|error| error.of_structure(structured_by)).inspect_err(|_| account.void())?;
         account.submitted(streams.iter().map(|stream| stream.prompt_token_ids().len()));
         let prompts = streams.iter().map(|stream| stream.prompt_token_ids().to_vec()).collect();
         let tagged = streams.into_iter().enumerate().map(|(prompt, stream)| Tagged { prompt, stream });
         let rest = select_all(tagged);
-        let mut generation = Self { prompts, version: None, first: None, rest, account, _pending: pending };
+        let mut generation =
+            Self { prompts, version: None, first: None, rest, structured_by, account, _pending: pending };
         generation.first = generation.next().await.transpose()?;
         generation.version = generation.bound_versions();
         generation.account.bound(generation.version.clone());
@@ -97,7 +102,7 @@ impl Generation {
             Ok(delta) => self.account.see(prompt, delta),
             Err(_) => self.account.fail(prompt),
         }
-        Some(delta.map(|delta| (prompt, delta)).map_err(ApiError::from))
+        Some(delta.map(|delta| (prompt, delta)).map_err(|error| ApiError::from(error).of_structure(self.structured_by)))
     }
 
     /// Waits for all samples; `[prompt][sample]`.
@@ -110,14 +115,7 @@ impl Generation {
             let Some(sample) = sample else {
                 return Err(ApiError::internal("the engine answered for a sample that nobody asked for"));
             };
-            sample.text.push_str(&delta.text);
-            sample.token_ids.extend(delta.token_ids);
-            sample.logprobs.extend(delta.logprobs);
-            sample.cached_tokens = sample.cached_tokens.max(delta.cached_tokens);
-            sample.prompt_logprobs = delta.prompt_logprobs.or(sample.prompt_logprobs.take());
-            sample.finish_reason = delta.finish_reason.or(sample.finish_reason);
-            sample.stop_reason = delta.stop_reason.or(sample.stop_reason.take());
-            sample.timing = delta.timing.or(sample.timing);
+            sample.append(delta);
         }
         Ok(all)
     }

@@ -97,10 +97,11 @@ impl User {
     pub(crate) fn named(key: ApiKey, before: &[Arc<Self>]) -> Result<Self, ServerError> {
         key.check()?;
         let known = before.iter().find(|user| user.tenant() == Some(&key.name));
-        let (running, allowance) = match known {
-            Some(user) => (Arc::clone(&user.running), Arc::clone(&user.allowance)),
-            None => (Arc::default(), Self::fresh(key.requests_per_minute.unwrap_or(0.0))),
-        };
+        let running = known.map(|user| Arc::clone(&user.running)).unwrap_or_default();
+        // Who had no limit has used up nothing of it.
+        let limited = known.filter(|user| user.named.as_ref().is_some_and(|key| key.requests_per_minute.is_some()));
+        let fresh = || Self::fresh(key.requests_per_minute.map_or(0.0, |rate| rate.max(1.0)));
+        let allowance = limited.map_or_else(fresh, |user| Arc::clone(&user.allowance));
         Ok(Self { digest: digest(&key.key), named: Some(key), running, allowance })
     }
 
@@ -258,6 +259,14 @@ mod tests {
             serde_json::from_str(r#"{"name": "a", "key": "new", "requests_per_minute": 3}"#).expect("a key");
         let reloaded = Arc::new(User::named(again, &[user]).expect("a good key"));
         assert!(reloaded.admit(1).is_err() && reloaded.is(&digest("new")));
+        let entry = |key: &str, before: &Arc<User>| {
+            let key: ApiKey = serde_json::from_str(key).expect("a key");
+            Arc::new(User::named(key, std::slice::from_ref(before)).expect("a good key"))
+        };
+        let unlimited = entry(r#"{"name": "a", "key": "new"}"#, &reloaded);
+        let limited = entry(r#"{"name": "a", "key": "new", "requests_per_minute": 0.5}"#, &unlimited);
+        limited.admit(1).expect("nothing was used up of a limit that was not there");
+        assert!(limited.admit(1).is_err());
     }
 
     #[test]

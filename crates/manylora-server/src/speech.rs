@@ -69,6 +69,11 @@ pub(crate) struct Message {
 }
 
 impl Message {
+    /// Whether it begins one, in a stream.
+    pub(crate) const fn begins(&self) -> bool {
+        self.role.is_some()
+    }
+
     /// Text and nothing else.
     pub(crate) fn text(text: String) -> Self {
         Self { content: Content::Text(text), ..Self::default() }

@@ -6,7 +6,7 @@ use std::sync::Once;
 use manylora::StructuredOutputs;
 use serde_json::{Map, Value};
 
-use crate::error::ApiError;
+use crate::error::{ApiError, STRUCTURED_OUTPUTS};
 use crate::fields::Fields;
 
 /// vLLM's older fields, and what they are called now.
@@ -21,10 +21,25 @@ const OLDER: [(&str, &str); 5] = [
 /// Whoever runs the server is told once of requests that use them.
 static WARNED: Once = Once::new();
 
+/// The field that says what the output must be, for what is found wrong with it later.
+pub(crate) fn field(fields: &Fields) -> &'static str {
+    let format = fields.peek("response_format").and_then(|format| format.get("type")?.as_str());
+    let older = || {
+        OLDER
+            .iter()
+            .find(|(older, name)| *name != "whitespace_pattern" && fields.peek(older).is_some_and(|it| !it.is_null()))
+    };
+    match format {
+        Some(kind) if kind != "text" => "response_format",
+        _ => older().map_or(STRUCTURED_OUTPUTS, |(older, _)| older),
+    }
+}
+
 /// Reads all of them; None where a request says nothing.
 pub(crate) fn read(fields: &mut Fields) -> Result<Option<StructuredOutputs>, ApiError> {
-    let mut asked = fields.object("structured_outputs")?.unwrap_or_default();
-    let mut place = "structured_outputs";
+    let to_blame = field(fields);
+    let mut asked = fields.object(STRUCTURED_OUTPUTS)?.unwrap_or_default();
+    let mut place = STRUCTURED_OUTPUTS;
     for (older, name) in OLDER {
         let Some(value) = fields.value(older) else { continue };
         WARNED.call_once(|| tracing::warn!("`{older}` is deprecated; use `structured_outputs.{name}`"));
@@ -41,13 +56,11 @@ pub(crate) fn read(fields: &mut Fields) -> Result<Option<StructuredOutputs>, Api
     // There is one backend, which every request gets.
     fields.value("guided_decoding_backend");
     let mut outputs = parameters(asked, place)?;
-    if response_format(fields, &mut outputs)? {
-        place = "response_format";
-    }
+    response_format(fields, &mut outputs)?;
     if outputs == StructuredOutputs::default() {
         return Ok(None);
     }
-    outputs.constraint().map_err(|error| ApiError::bad_request(error.to_string()).about(place))?;
+    outputs.constraint().map_err(|error| ApiError::bad_request(error.to_string()).about(to_blame))?;
     Ok(Some(outputs))
 }
 
@@ -78,12 +91,12 @@ fn choices(items: &[Value]) -> Result<Vec<String>, ApiError> {
     choices.ok_or_else(|| ApiError::bad_request("`choice` must be an array of strings").about("choice"))
 }
 
-/// Reads `response_format`; whether it constrains the output.
-fn response_format(fields: &mut Fields, outputs: &mut StructuredOutputs) -> Result<bool, ApiError> {
-    let Some(format) = fields.object("response_format")? else { return Ok(false) };
+/// Reads `response_format`.
+fn response_format(fields: &mut Fields, outputs: &mut StructuredOutputs) -> Result<(), ApiError> {
+    let Some(format) = fields.object("response_format")? else { return Ok(()) };
     let refuse = |message: String| Err(ApiError::bad_request(message).about("response_format"));
     match format.get("type").and_then(Value::as_str) {
-        Some("text") => return Ok(false),
+        Some("text") => {}
         Some("json_object") => outputs.json_object = Some(true),
         Some("json_schema") => {
             let Some(schema) = format.get("json_schema").and_then(|named| named.get("schema")) else {
@@ -103,7 +116,7 @@ fn response_format(fields: &mut Fields, outputs: &mut StructuredOutputs) -> Resu
         }
         None => return refuse("`response_format` needs a `type`: `text`, `json_object` or `json_schema`".to_owned()),
     }
-    Ok(true)
+    Ok(())
 }
 
 #[cfg(test)]

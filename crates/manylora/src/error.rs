@@ -13,6 +13,12 @@ pub enum EngineError {
     /// An argument is out of range, of the wrong kind, or does not go with another one.
     #[error("{0}")]
     InvalidArgument(String),
+    /// What an output is to be cannot be held to.
+    #[error("{0}")]
+    StructuredOutputs(String),
+    /// Too much is under way just now.
+    #[error("{0}")]
+    Busy(String),
     /// A request names an adapter that is not on the shelf.
     #[error("adapter `{name}` is not loaded; loaded: {loaded}")]
     UnknownAdapter {
@@ -96,6 +102,8 @@ impl EngineError {
     pub(crate) fn for_another(&self) -> Self {
         match self {
             Self::InvalidArgument(message) => Self::InvalidArgument(message.clone()),
+            Self::StructuredOutputs(message) => Self::StructuredOutputs(message.clone()),
+            Self::Busy(message) => Self::Busy(message.clone()),
             Self::AdapterRefused(refusal) => Self::AdapterRefused(refusal.clone()),
             Self::AdapterConflict { what, existing, origin, version } => Self::AdapterConflict {
                 what: what.clone(),

@@ -1,5 +1,7 @@
 //! What a caller asks for.
 
+use std::sync::Arc;
+
 use manylora_core::SamplingParams;
 
 /// Text or token ids.
@@ -30,8 +32,8 @@ pub struct AdapterSelection {
 pub struct GenerateRequest {
     /// The prompt.
     pub prompt: Prompt,
-    /// How to sample.
-    pub params: SamplingParams,
+    /// How to sample. Requests that share them are checked, and their grammar is looked for, once.
+    pub params: Arc<SamplingParams>,
     /// Adapters, summed in this order; none = the base.
     pub adapters: Vec<AdapterSelection>,
     /// Lower runs first under the priority policy.
@@ -54,14 +56,7 @@ impl GenerateRequest {
     }
 
     fn new(prompt: Prompt) -> Self {
-        Self {
-            prompt,
-            params: SamplingParams::default(),
-            adapters: Vec::new(),
-            priority: 0,
-            cache_salt: None,
-            tenant: None,
-        }
+        Self { prompt, params: Arc::default(), adapters: Vec::new(), priority: 0, cache_salt: None, tenant: None }
     }
 
     /// Adds an adapter at full strength.
@@ -79,8 +74,8 @@ impl GenerateRequest {
 
     /// Sets the sampling parameters.
     #[must_use]
-    pub fn params(mut self, params: SamplingParams) -> Self {
-        self.params = params;
+    pub fn params(mut self, params: impl Into<Arc<SamplingParams>>) -> Self {
+        self.params = params.into();
         self
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::pin::Pin;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, MutexGuard};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
@@ -10,6 +10,7 @@ use manylora_core::{Digest, FinishReason};
 
 use crate::engine::Timing;
 use crate::error::EngineError;
+use crate::monitor::Monitor;
 use crate::sampler::TokenLogprobs;
 
 /// What made a request stop.
@@ -44,6 +45,20 @@ pub struct Delta {
     pub timing: Option<Timing>,
 }
 
+impl Delta {
+    /// Adds what came after it of the same sample.
+    pub fn append(&mut self, next: Self) {
+        self.text.push_str(&next.text);
+        self.token_ids.extend(next.token_ids);
+        self.logprobs.extend(next.logprobs);
+        self.cached_tokens = self.cached_tokens.max(next.cached_tokens);
+        self.prompt_logprobs = next.prompt_logprobs.or(self.prompt_logprobs.take());
+        self.finish_reason = next.finish_reason.or(self.finish_reason);
+        self.stop_reason = next.stop_reason.or(self.stop_reason.take());
+        self.timing = next.timing.or(self.timing);
+    }
+}
+
 #[derive(Debug, Default)]
 struct State {
     queue: VecDeque<Result<Delta, EngineError>>,
@@ -52,25 +67,13 @@ struct State {
     /// Whether an error ended the stream: its samples that still run are of no use.
     failed: bool,
     waker: Option<Waker>,
+    /// Versions of the adapters that it was submitted with, from the moment that they are bound.
+    bound: Option<Vec<Option<Digest>>>,
 }
 
 /// The engine's end of the stream.
 #[derive(Clone, Debug)]
-pub(crate) struct StreamSender(Arc<Shared>);
-
-#[derive(Debug, Default)]
-struct Shared {
-    state: Mutex<State>,
-    ready: Condvar,
-    /// Versions of the adapters that it was submitted with, from the moment that they are bound.
-    bound: OnceLock<Vec<Option<Digest>>>,
-}
-
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
+pub(crate) struct StreamSender(Arc<Monitor<State>>);
 
 impl StreamSender {
     /// Delivers a delta. A finish reason closes that sample.
@@ -99,13 +102,13 @@ impl StreamSender {
 
     /// Says which versions serve. All samples have the same.
     pub(crate) fn bind(&self, versions: impl FnOnce() -> Vec<Option<Digest>>) {
-        self.0.bound.get_or_init(versions);
+        self.0.lock().bound.get_or_insert_with(versions);
     }
 
     fn wake(&self, mut state: MutexGuard<'_, State>) {
         let waker = state.waker.take();
         drop(state);
-        self.0.ready.notify_one();
+        self.0.notify_one();
         if let Some(waker) = waker {
             waker.wake();
         }
@@ -117,7 +120,7 @@ const LONG: Duration = Duration::from_secs(3600);
 
 /// The reader's end: deltas of all samples in the order they were produced. Dropping it aborts what still runs.
 pub struct RequestStream {
-    shared: Arc<Shared>,
+    shared: Arc<Monitor<State>>,
     prompt_token_ids: Arc<Vec<u32>>,
     adapter_versions: Vec<(String, Option<Digest>)>,
     on_drop: Option<Box<dyn FnOnce() + Send + Sync>>,
@@ -136,8 +139,7 @@ pub(crate) fn channel(
     adapter_versions: Vec<(String, Option<Digest>)>,
     on_drop: impl FnOnce() + Send + Sync + 'static,
 ) -> (StreamSender, RequestStream) {
-    let shared =
-        Arc::new(Shared { state: Mutex::new(State { open: samples, ..State::default() }), ..Shared::default() });
+    let shared = Arc::new(Monitor::new(State { open: samples, ..State::default() }));
     let on_drop: Option<Box<dyn FnOnce() + Send + Sync>> = Some(Box::new(on_drop));
     let stream = RequestStream { shared: Arc::clone(&shared), prompt_token_ids, adapter_versions, on_drop };
     (StreamSender(shared), stream)
@@ -153,7 +155,8 @@ impl RequestStream {
     /// now. From the first delta on they are known; before, None stands for one whose tensors were never read. It stays
     /// None for one at scale 0, which serves nothing.
     pub fn adapter_versions(&self) -> Vec<(&str, Option<Digest>)> {
-        let bound = self.shared.bound.get().map_or(&[][..], Vec::as_slice);
+        let state = self.shared.lock();
+        let bound = state.bound.as_deref().unwrap_or_default();
         let bound = bound.iter().copied().chain(std::iter::repeat(None));
         let submitted = self.adapter_versions.iter();
         submitted.zip(bound).map(|((name, version), bound)| (name.as_str(), bound.or(*version))).collect()
@@ -169,7 +172,7 @@ impl RequestStream {
             if state.open == 0 {
                 return None;
             }
-            state = self.shared.ready.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = self.shared.wait(state);
         }
     }
 
@@ -190,7 +193,7 @@ impl RequestStream {
             if left.is_zero() {
                 return Err(());
             }
-            state = self.shared.ready.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state = self.shared.wait_timeout(state, left);
         }
     }
 
@@ -209,15 +212,8 @@ impl RequestStream {
             while samples.len() <= delta.index {
                 samples.push(Delta { index: samples.len(), ..Delta::default() });
             }
-            let sample = &mut samples[delta.index];
-            sample.text.push_str(&delta.text);
-            sample.token_ids.extend(delta.token_ids);
-            sample.logprobs.extend(delta.logprobs);
-            sample.cached_tokens = sample.cached_tokens.max(delta.cached_tokens);
-            sample.prompt_logprobs = delta.prompt_logprobs.or(sample.prompt_logprobs.take());
-            sample.finish_reason = delta.finish_reason.or(sample.finish_reason);
-            sample.stop_reason = delta.stop_reason.or(sample.stop_reason.take());
-            sample.timing = delta.timing.or(sample.timing);
+            let index = delta.index;
+            samples[index].append(delta);
         }
         Ok(samples)
     }

@@ -3,11 +3,14 @@
 
 mod common;
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::pin::Pin;
+use std::sync::mpsc::sync_channel;
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Wake, Waker};
 
-use common::{Answer, Oracle, answers, engine, greedy, load, request};
-use manylora::{Engine, SchedulingPolicy, Share};
+use common::{Answer, Oracle, adapter_path, answers, engine, greedy, load, request};
+use futures_core::Stream;
+use manylora::{AdapterSource, Engine, ReadHook, SchedulingPolicy, Share};
 
 fn answer(engine: &Engine, oracle: &Oracle, adapter: Option<&str>) -> Answer {
     answers(engine, vec![request(&oracle.prompt("mid"), adapter, greedy(6))]).remove(0)
@@ -74,36 +77,56 @@ fn a_33_a_waiting_adapter_is_not_starved() {
     }
 }
 
+/// Takes note of the streams that have news, on the thread that brings it.
+struct Ended {
+    index: usize,
+    order: Arc<Mutex<Vec<usize>>>,
+}
+
+impl Wake for Ended {
+    fn wake(self: Arc<Self>) {
+        self.order.lock().unwrap().push(self.index);
+    }
+}
+
 /// A flood of one tenant does not keep another's few requests until its end.
 #[test]
 fn tenants_share_fairly() {
     let oracle = Oracle::open("llama");
+    // All requests are there before any of them can start: their adapter is not read before.
+    let (open, gate) = sync_channel::<()>(0);
+    let gate = Mutex::new(gate);
     let engine = engine(&oracle, |config| {
         config.max_num_seqs = 2;
         config.enable_prefix_caching = false;
+        config.before_read = Some(ReadHook::new(move |_| {
+            gate.lock().unwrap().recv().expect("all are queued");
+            Ok(())
+        }));
     });
-    let order = Arc::new(AtomicUsize::new(0));
+    engine.register_adapter(AdapterSource::directory("alpha", adapter_path(&oracle, "alpha"))).expect("registered");
     let tenant = |tenant: &str| {
-        let mut request = request(&oracle.prompt("mid"), None, greedy(40));
+        let mut request = request(&oracle.prompt("mid"), Some("alpha"), greedy(40));
         request.tenant = Some(tenant.to_owned());
         request
     };
-    let flood = engine.submit_all((0..40).map(|_| tenant("flood")).collect(), false).expect("queued");
-    let few = engine.submit_all((0..2).map(|_| tenant("few")).collect(), false).expect("queued");
-    let ends = std::thread::scope(|scope| {
-        let wait = |mut stream: manylora::RequestStream| {
-            let order = Arc::clone(&order);
-            scope.spawn(move || {
-                stream.collect_all().expect("it finishes");
-                order.fetch_add(1, Ordering::SeqCst)
-            })
-        };
-        let flood: Vec<_> = flood.into_iter().map(wait).collect();
-        let few: Vec<_> = few.into_iter().map(wait).collect();
-        drop(flood);
-        few.into_iter().map(|end| end.join().expect("no panic")).max().expect("two")
-    });
-    assert!(ends < 20, "the few were served as number {ends} of 42");
+    let tenants: Vec<&str> = [["flood"; 40].as_slice(), ["few"; 2].as_slice()].concat();
+    let requests = tenants.iter().map(|name| tenant(name)).collect();
+    // Each stream has one piece of news: its end.
+    let mut streams = engine.submit_all(requests, false).expect("queued");
+    let order = Arc::new(Mutex::new(Vec::new()));
+    for (index, stream) in streams.iter_mut().enumerate() {
+        let waker = Waker::from(Arc::new(Ended { index, order: Arc::clone(&order) }));
+        assert!(Pin::new(stream).poll_next(&mut Context::from_waker(&waker)).is_pending());
+    }
+    open.send(()).expect("the adapter is waited for");
+    for stream in &mut streams {
+        stream.collect_all().expect("it finishes");
+    }
+    let ended: Vec<&str> = order.lock().unwrap().iter().map(|&index| tenants[index]).collect();
+    assert_eq!(ended.len(), tenants.len());
+    let last = ended.iter().rposition(|&tenant| tenant == "few").expect("they have ended");
+    assert!(last < 6, "the few were not served in turns with the flood: {ended:?}");
     engine.set_weight(Share::Tenant("few"), 2.0).expect("a weight");
     engine.set_weight(Share::Tenant("few"), 0.0).expect_err("no weight");
     engine.set_weight(Share::Adapter("nobody"), 1.0).expect_err("no such adapter");

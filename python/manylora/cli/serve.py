@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from manylora import _core
+from manylora.adapter_cache import prune
+from manylora.arguments import BY_NAME as ARGUMENTS
 from manylora.arguments import Treatment
 from manylora.cli.keys import read_keys, reloader
 from manylora.cli.log import set_log
@@ -250,7 +252,7 @@ def run(arguments: argparse.Namespace) -> int:
         # What would end the process until the server listens for it.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # Before the model is loaded, which takes longer than finding out that the port is taken or a certificate is wrong.
-    port = _core.Port(asked.server, _fetcher(asked.engine.get("hf_token")))
+    port = _core.Port(asked.server, _fetcher(asked.engine))
     with LLM(model=asked.model, use_tqdm_on_load=not as_json, **asked.engine) as llm:
         _register(llm, asked.modules, asked.server["served_model_names"])
         # The server handles them from here on; Python's own handler would raise beside it.
@@ -266,20 +268,25 @@ def _register(llm: LLM, modules: list[tuple[str, str]], base_names: list[str]) -
             raise ValidationError(f"The lora adapter '{name}' conflicts with a served base model.")
     if not modules:
         return
-    adapters = [(name, None, llm.llm_engine._path(path, name), path) for name, path in modules]
-    for result in llm._core.register_adapters(adapters):
-        if isinstance(result, ManyLoRAError):
-            raise result
+    registered = llm.llm_engine.register_all([(name, None, path) for name, path in modules])
+    match [result for result in registered if isinstance(result, ManyLoRAError)]:
+        case [error]:
+            raise error
+        case [_, *_] as errors:
+            raise ValidationError(f"{len(errors)} adapters cannot be served:\n" + "\n".join(map(str, errors)))
     logger.info("%d adapters registered; each is read when a request first names it", len(modules))
 
 
-def _fetcher(token: str | bool | None) -> Callable[[str, str], tuple[str, str]]:
+def _fetcher(engine: dict[str, Any]) -> Callable[[str, str], tuple[str, str]]:
     """Return what the server calls to bring an adapter from elsewhere to this machine."""
+    limit = engine.get("lora_cache_bytes", ARGUMENTS["lora_cache_bytes"].default)
 
     def fetch(name: str, url: str) -> tuple[str, str]:
         logger.info("fetching adapter `%s` from %s", name, url)
         try:
-            return "found", str(fetch_adapter(url, name, token=token, redirects=False))
+            folder = fetch_adapter(url, name, token=engine.get("hf_token"), redirects=False)
+            prune(limit)
+            return "found", str(folder)
         except AdapterNotFoundError as error:
             return "missing", str(error)
         except ManyLoRAError as error:

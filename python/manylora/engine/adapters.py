@@ -7,9 +7,11 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
-from manylora import _core, hub, sources
+from manylora import _core, adapter_cache, hub, sources
+from manylora.engine.finding import find_all
 from manylora.engine.manifest import read_manifest
 from manylora.engine_args import Settings
 from manylora.exceptions import (
@@ -41,6 +43,7 @@ class AdapterAdministration:
         self._same_content: dict[str, dict[str, str]] = {}
         # Id -> adapter that is being unloaded, where waiting for that was given up.
         self._leaving: dict[int, str] = {}
+        adapter_cache.USERS.add(self)
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter now.
@@ -99,22 +102,52 @@ class AdapterAdministration:
         if adapters and not self.settings.enable_lora:
             raise ValidationError("adapters cannot be registered: LoRA is not enabled; set enable_lora=True")
         refused: dict[str, ManyLoRAError] = {}
-        found = []
-        for name, int_id, path in adapters:
-            try:
-                found.append((name, int_id, self._path(path, name), path))
-            except ManyLoRAError as error:
-                refused[name] = error
-        for (name, *_), result in zip(found, self.core.register_adapters(found), strict=True):
-            if isinstance(result, EngineStoppedError):
-                raise result
+        for (name, *_), result in zip(adapters, self.register_all(adapters), strict=True):
             if isinstance(result, ManyLoRAError):
                 refused[name] = result
-            elif isinstance(result, BaseException):
-                raise result
             else:
                 _warn(result)
         return refused
+
+    def register_all(
+        self, adapters: Sequence[tuple[str, int | None, str]]
+    ) -> list[_core.AdapterRecord | ManyLoRAError]:
+        """Register adapters, (name, integer id, path or hub id or URL) each; see `register_loras`.
+
+        What lies elsewhere is fetched, some at a time.
+
+        Returns:
+            In their order what was registered, or why it was not.
+
+        """
+        with adapter_cache.left_alone():
+            places = find_all(
+                [(name, path) for name, _, path in adapters], self._path, show_progress=self.settings.use_tqdm_on_load
+            )
+            found = [
+                (name, int_id, place, path)
+                for (name, int_id, path), place in zip(adapters, places, strict=True)
+                if isinstance(place, str)
+            ]
+            registered = iter(self.core.register_adapters(found))
+            results = [place if isinstance(place, ManyLoRAError) else next(registered) for place in places]
+        adapter_cache.prune(self.settings.lora_cache_bytes)
+        checked: list[_core.AdapterRecord | ManyLoRAError] = []
+        for result in results:
+            if isinstance(result, BaseException) and (
+                isinstance(result, EngineStoppedError) or not isinstance(result, ManyLoRAError)
+            ):
+                raise result
+            checked.append(result)
+        return checked
+
+    def adapter_folders(self) -> list[str]:
+        """Return where the adapters lie that the engine may read."""
+        try:
+            self.core.check_health()
+        except EngineStoppedError:
+            return []
+        return [record.path for record in self.core.list_adapters() if record.path is not None]
 
     def _load(self, lora_request: LoRARequest, replace: bool, expected: str | None) -> _core.AdapterRecord:
         if not self.settings.enable_lora:
@@ -293,8 +326,10 @@ class AdapterAdministration:
     def _path(self, path: str, name: str, *, again: bool = False) -> str:
         """Return where an adapter's files are; with `again`, what was fetched before is looked at again."""
         if sources.is_url(path):
-            if again or path not in self._paths:
+            known = self._paths.get(path)
+            if again or known is None or not adapter_cache.is_still_there(Path(known)):
                 self._paths[path] = str(sources.fetch_adapter(path, name, token=self.settings.hf_token))
+                adapter_cache.prune(self.settings.lora_cache_bytes)
             return self._paths[path]
         if path not in self._paths:
             local = hub.local_path(path)

@@ -39,7 +39,7 @@ pub use kv_cache::{KvCache, attention_scratch_bytes, kv_block_bytes};
 pub use level::{LEVEL_VARIABLE, SimdLevel};
 pub use memory::{AlignedVec, Buffer, HeldBytes, Plain};
 pub use pack::{PackedWeight, PanelFormat, packed_weight_bytes};
-pub use pool::{CoreLoan, Pool, PoolOptions};
+pub use pool::{CoreLoan, Pool, PoolOptions, take_what_is_left};
 pub use topology::default_threads;
 
 use crate::backend::{
@@ -154,6 +154,10 @@ impl Backend for CpuBackend {
 
     fn lend_core(&self) -> Option<Box<dyn Send + '_>> {
         Some(Box::new(self.pool.lend_core()))
+    }
+
+    fn run_parts(&self, work: &(dyn Fn(usize, usize) + Sync)) {
+        self.pool.run(work);
     }
 
     fn release_blocks(&self, cache: &mut KvCache, blocks: &[u32]) {

@@ -203,6 +203,10 @@ impl<B: Backend> Runner for Decoder<B> {
         Ok(self.weights.backend.largest(count, k, &self.buffers.logits, out)?)
     }
 
+    fn run_parts(&self, work: &(dyn Fn(usize, usize) + Sync)) {
+        self.weights.backend.run_parts(work);
+    }
+
     fn max_logit_rows(&self) -> usize {
         self.limits.max_logit_rows
     }

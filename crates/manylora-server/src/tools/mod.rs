@@ -96,6 +96,11 @@ impl Tools {
         self.choice != Choice::None
     }
 
+    /// Whether calls are what the output must be.
+    pub(crate) fn are_demanded(&self) -> bool {
+        matches!(self.choice, Choice::Required | Choice::Named(_))
+    }
+
     /// Whether one function was named: its call is what was asked for, and no choice of the model's. As OpenAI and vLLM do,
     /// its end is an ordinary one.
     pub(crate) fn is_named(&self) -> bool {

@@ -4,9 +4,11 @@ use std::collections::HashMap;
 use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, sync_channel};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::thread::Builder;
 use std::time::Duration;
 
 use manylora_core::{Client, Digest, UnloadMode};
+use manylora_kernels::cpu::take_what_is_left;
 use manylora_model::ModelSpec;
 use manylora_model::adapter::LoadReport;
 use manylora_model::chat::{ChatTemplate, RenderOptions};
@@ -277,6 +279,21 @@ impl EngineHandle {
     /// Logits of every position of `tokens`, under the given adapters: one prefill, nothing generated.
     pub fn logits(&self, tokens: &[u32], adapters: &[AdapterSelection]) -> Result<Logits, EngineError> {
         submit::logits(&self.shared, tokens, adapters)
+    }
+
+    /// Makes what structured outputs need of the vocabulary, which takes seconds for a large one, on a thread that takes what
+    /// others leave of the processors. Without this, or before it is done, the first request with one does so.
+    pub fn prepare_structured_outputs(&self) {
+        let shared = Arc::clone(&self.shared);
+        let prepare = move || {
+            take_what_is_left();
+            if let Some(tokenizer) = &shared.tokenizer {
+                shared.structure.prepare(tokenizer);
+            }
+        };
+        if let Err(error) = Builder::new().name("manylora-vocabulary".to_owned()).spawn(prepare) {
+            tracing::warn!("structured outputs are not prepared for, no thread could be started: {error}");
+        }
     }
 
     /// Whether the engine runs, and why not; waits for nothing.

@@ -12,6 +12,7 @@ use super::meters::{Course, Meters};
 use crate::error::EngineError;
 use crate::sampler::{RowNeed, SamplerScratch, SequenceSampler, TokenLogprobs, token_logprobs};
 use crate::stream::{Delta, StopReason, StreamSender};
+use crate::structure::Constraint;
 
 /// Text of a sequence: absent when the request does not want any.
 pub(crate) struct TextState {
@@ -163,9 +164,14 @@ impl RunningSequence {
         }
     }
 
-    /// Does of the next token's work what needs no logits.
-    pub(crate) fn prepare(&mut self) {
-        self.sampler.prepare();
+    /// See [`SequenceSampler::take_unprepared`].
+    pub(crate) fn take_unprepared(&mut self) -> Option<Constraint> {
+        self.sampler.take_unprepared()
+    }
+
+    /// See [`SequenceSampler::put_back`].
+    pub(crate) fn put_back(&mut self, constraint: Constraint) {
+        self.sampler.put_back(constraint);
     }
 
     /// What the next token needs of its row.
@@ -192,7 +198,7 @@ impl RunningSequence {
     pub(crate) fn push_token(&mut self, token: u32) -> bool {
         if let Some(fault) = self.sampler.fault() {
             let message = format!("the structured output cannot go on: {fault}; simplify what it must be");
-            self.failure = Some(EngineError::InvalidArgument(message));
+            self.failure = Some(EngineError::StructuredOutputs(message));
             return true;
         }
         self.generated += 1;

@@ -20,14 +20,19 @@ use crate::sampler::{RandomKey, SamplerSetup, SequenceSampler, bad_word_sequence
 use crate::stream::{RequestStream, channel};
 use crate::structure::{Constraint, Grammar};
 
+/// Sampling parameters that were found good.
+struct Sampling {
+    params: SamplingParams,
+    bad_words: Vec<Vec<u32>>,
+    grammar: Option<Arc<Grammar>>,
+}
+
 /// A request that was found good.
 struct Checked {
     prompt: Arc<Vec<u32>>,
-    params: SamplingParams,
+    sampling: Arc<Sampling>,
     adapters: Vec<AdapterUse>,
     holds: Vec<Entry>,
-    bad_words: Vec<Vec<u32>>,
-    grammar: Option<Arc<Grammar>>,
     priority: i64,
     cache_salt: Option<String>,
     tenant: Option<String>,
@@ -38,9 +43,19 @@ pub(crate) fn submit(
     requests: Vec<GenerateRequest>,
     streaming: bool,
 ) -> Result<Vec<RequestStream>, EngineError> {
+    // Prompts of one call have the same parameters most of the time, and those may be large.
+    let mut last: Option<(Arc<SamplingParams>, Arc<Sampling>)> = None;
     let mut names = HashMap::new();
-    let check = |request| check(shared, request, &mut names);
-    let checked = requests.into_iter().map(check).collect::<Result<Vec<_>, _>>()?;
+    let mut checked = Vec::with_capacity(requests.len());
+    for request in requests {
+        let known = last.take().filter(|(params, _)| Arc::ptr_eq(params, &request.params));
+        let sampling = match known {
+            Some((_, sampling)) => sampling,
+            None => Arc::new(check_sampling(shared, &request.params)?),
+        };
+        last = Some((Arc::clone(&request.params), Arc::clone(&sampling)));
+        checked.push(check(shared, request, sampling, &mut names)?);
+    }
     checked.into_iter().map(|request| queue(shared, request, streaming)).collect()
 }
 
@@ -53,7 +68,8 @@ pub(crate) fn logits(
         SamplingParams { temperature: 0.0, max_tokens: Some(1), detokenize: false, ..SamplingParams::default() };
     let mut request = GenerateRequest::tokens(tokens).params(params);
     request.adapters = adapters.to_vec();
-    let checked = check(shared, request, &mut HashMap::new())?;
+    let sampling = Arc::new(check_sampling(shared, &request.params)?);
+    let checked = check(shared, request, sampling, &mut HashMap::new())?;
     let (reply, answer) = sync_channel(1);
     let capture = Capture { values: Vec::with_capacity(tokens.len() * shared.spec.vocab_size), reply };
     let key = RandomKey::of_request(0, 0);
@@ -61,7 +77,7 @@ pub(crate) fn logits(
         index: 0,
         max_tokens: 1,
         sampler: sampler(shared, &checked, key),
-        stop_tokens: stop_tokens(shared, &checked.params),
+        stop_tokens: stop_tokens(shared, &checked.sampling.params),
         text: None,
         prompt: Arc::clone(&checked.prompt),
         prompt_logprobs: None,
@@ -80,14 +96,13 @@ pub(crate) fn logits(
 /// What names stand for in requests that are submitted together: the same in all of them.
 type Resolved = HashMap<String, Entry>;
 
-fn check(shared: &Shared, request: GenerateRequest, names: &mut Resolved) -> Result<Checked, EngineError> {
-    let vocab_size = shared.spec.vocab_size;
+fn check_sampling(shared: &Shared, params: &SamplingParams) -> Result<Sampling, EngineError> {
     let limits = SamplingLimits {
-        vocab_size,
+        vocab_size: shared.spec.vocab_size,
         max_logprobs: i32::try_from(shared.config.max_logprobs).unwrap_or(i32::MAX),
         max_n: DEFAULT_MAX_N,
     };
-    let normalized = request.params.validate_and_normalize(&limits)?;
+    let normalized = params.validate_and_normalize(&limits)?;
     for warning in &normalized.warnings {
         tracing::warn!("{warning}");
     }
@@ -96,11 +111,6 @@ fn check(shared: &Shared, request: GenerateRequest, names: &mut Resolved) -> Res
         // Without a tokenizer there is no text to make; asking for it by default is not an error.
         params.detokenize = false;
     }
-    let prompt = match request.prompt {
-        Prompt::Tokens(tokens) => tokens,
-        Prompt::Text { text, add_special_tokens } => shared.tokenizer()?.encode(&text, add_special_tokens)?,
-    };
-    check_prompt(&prompt, vocab_size, shared.info.max_model_len)?;
     if params.detokenize {
         shared.tokenizer()?;
     }
@@ -112,14 +122,26 @@ fn check(shared: &Shared, request: GenerateRequest, names: &mut Resolved) -> Res
     };
     let compile = |outputs| shared.structure.compile(shared.tokenizer()?, outputs);
     let grammar = params.structured_outputs.as_ref().map(compile).transpose()?;
+    Ok(Sampling { params, bad_words, grammar })
+}
+
+fn check(
+    shared: &Shared,
+    request: GenerateRequest,
+    sampling: Arc<Sampling>,
+    names: &mut Resolved,
+) -> Result<Checked, EngineError> {
+    let prompt = match request.prompt {
+        Prompt::Tokens(tokens) => tokens,
+        Prompt::Text { text, add_special_tokens } => shared.tokenizer()?.encode(&text, add_special_tokens)?,
+    };
+    check_prompt(&prompt, shared.spec.vocab_size, shared.info.max_model_len)?;
     let (adapters, holds) = resolve(shared, &request.adapters, names)?.into_iter().unzip();
     Ok(Checked {
         prompt: Arc::new(prompt),
+        sampling,
         adapters,
         holds,
-        params,
-        bad_words,
-        grammar,
         priority: request.priority,
         cache_salt: request.cache_salt,
         tenant: request.tenant,
@@ -190,7 +212,8 @@ fn resolve(
 
 fn queue(shared: &Arc<Shared>, request: Checked, streaming: bool) -> Result<RequestStream, EngineError> {
     let submission = shared.next_submission.fetch_add(1, Ordering::Relaxed);
-    let samples = request.params.n;
+    let params = &request.sampling.params;
+    let samples = params.n;
     let first = shared.next_request.fetch_add(samples as u64, Ordering::Relaxed);
     let ids: Vec<RequestId> = (first..first + samples as u64).map(RequestId).collect();
     let abort = {
@@ -204,13 +227,12 @@ fn queue(shared: &Arc<Shared>, request: Checked, streaming: bool) -> Result<Requ
         .into_iter()
         .enumerate()
         .map(|(index, id)| {
-            let key = match request.params.seed {
+            let key = match params.seed {
                 Some(seed) => RandomKey::of_request(seed, index as u32),
                 None => RandomKey::of_submission(shared.config.seed, submission, index as u32),
             };
             // Prompt logprobs belong to the prompt: the first sample brings them.
-            let prompt_logprobs = request
-                .params
+            let prompt_logprobs = params
                 .prompt_logprobs
                 .filter(|_| index == 0)
                 .map(|count| (LogprobCount::from_parameter(count), shared.config.logprobs_mode));
@@ -219,8 +241,8 @@ fn queue(shared: &Arc<Shared>, request: Checked, streaming: bool) -> Result<Requ
                 index,
                 max_tokens: core.max_tokens,
                 sampler: sampler(shared, &request, key),
-                stop_tokens: stop_tokens(shared, &request.params),
-                text: text_state(shared, &request.prompt, &request.params)?,
+                stop_tokens: stop_tokens(shared, params),
+                text: text_state(shared, &request.prompt, params)?,
                 prompt: Arc::clone(&request.prompt),
                 prompt_logprobs,
                 adapters: request.adapters.iter().map(|adapter| adapter.registration).collect(),
@@ -236,35 +258,37 @@ fn queue(shared: &Arc<Shared>, request: Checked, streaming: bool) -> Result<Requ
 }
 
 fn core_request(shared: &Shared, request: &Checked, id: RequestId, all_prompt_logits: bool) -> NewRequest {
+    let params = &request.sampling.params;
     let room = shared.info.max_model_len - request.prompt.len();
     NewRequest {
         id,
         prompt: request.prompt.to_vec(),
-        max_tokens: request.params.max_tokens.map_or(room, |max| max.min(room)),
+        max_tokens: params.max_tokens.map_or(room, |max| max.min(room)),
         priority: request.priority,
         cache_salt: request.cache_salt.clone(),
         tenant: request.tenant.clone(),
         adapters: request.adapters.clone(),
-        read_prefix_cache: !all_prompt_logits && !request.params.skip_reading_prefix_cache.unwrap_or(false),
+        read_prefix_cache: !all_prompt_logits && !params.skip_reading_prefix_cache.unwrap_or(false),
         all_prompt_logits,
     }
 }
 
 fn sampler(shared: &Shared, request: &Checked, key: RandomKey) -> SequenceSampler {
+    let Sampling { params, bad_words, grammar } = &*request.sampling;
     let mut end_tokens = shared.end_tokens.clone();
-    end_tokens.extend_from_slice(&request.params.stop_token_ids);
+    end_tokens.extend_from_slice(&params.stop_token_ids);
     SequenceSampler::new(
-        &request.params,
+        params,
         SamplerSetup {
             prompt: &request.prompt,
             vocab_size: shared.spec.vocab_size,
             end_tokens: &end_tokens,
-            bad_words: &request.bad_words,
+            bad_words,
             key,
             logprobs_mode: shared.config.logprobs_mode,
         },
     )
-    .under(request.grammar.clone().map(Constraint::new))
+    .under(grammar.clone().map(Constraint::new))
 }
 
 fn stop_tokens(shared: &Shared, params: &SamplingParams) -> StopTokens {

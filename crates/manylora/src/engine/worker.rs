@@ -4,7 +4,9 @@
 //! delivered after it.
 
 use std::collections::{BTreeSet, HashMap};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use manylora_core::{
@@ -21,6 +23,7 @@ use super::meters::{LoadFailureCounts, Meters};
 use super::running::RunningSequence;
 use crate::error::EngineError;
 use crate::sampler::{RowNeed, SamplerScratch};
+use crate::structure::Constraint;
 
 /// How often unloads that wait for holds are looked at when nothing else happens.
 const DEPARTING_POLL: Duration = Duration::from_millis(2);
@@ -52,6 +55,8 @@ pub(crate) struct Worker {
     greedy: Vec<u32>,
     largest: LargestValues,
     scratch: SamplerScratch,
+    /// Empty between steps.
+    constraints: Vec<(RequestId, Mutex<Constraint>)>,
     effects: Vec<Effect>,
     meters: Meters,
 }
@@ -87,6 +92,7 @@ impl Worker {
             greedy,
             largest: LargestValues::default(),
             scratch: SamplerScratch::default(),
+            constraints: Vec::new(),
             effects: Vec::new(),
             meters,
         }
@@ -319,13 +325,7 @@ impl Worker {
             }
         }
         self.runner.forward(&self.step.batch)?;
-        // While a card computes.
-        for sample in self.step.sample_rows.iter().filter(|sample| sample.samples) {
-            let planned = &self.plan.sequences[sample.sequence as usize];
-            if let Some(sequence) = self.running.get_mut(&planned.request) {
-                sequence.prepare();
-            }
-        }
+        self.prepare_constraints();
         self.outcome.step = self.plan.step;
         self.outcome.sequences.clear();
         self.outcome.tokens.clear();
@@ -341,6 +341,34 @@ impl Worker {
         }
         self.core.commit(self.now(), &self.outcome);
         Ok(())
+    }
+
+    /// Finds out which tokens may come next where outputs are structured: while a card computes, or on the threads that have
+    /// just computed. What one sequence's constraint finds depends on no other's.
+    fn prepare_constraints(&mut self) {
+        for sample in self.step.sample_rows.iter().filter(|sample| sample.samples) {
+            let request = self.plan.sequences[sample.sequence as usize].request;
+            if let Some(constraint) = self.running.get_mut(&request).and_then(RunningSequence::take_unprepared) {
+                self.constraints.push((request, Mutex::new(constraint)));
+            }
+        }
+        let (constraints, next) = (&self.constraints, AtomicUsize::new(0));
+        // Some take a hundred times as long as others: whoever is done takes the next one.
+        let work = |_, _| {
+            while let Some((_, constraint)) = constraints.get(next.fetch_add(1, Ordering::Relaxed)) {
+                constraint.lock().unwrap_or_else(PoisonError::into_inner).prepare();
+            }
+        };
+        match constraints.len() {
+            0 => {}
+            1 => work(0, 1),
+            _ => self.runner.run_parts(&work),
+        }
+        for (request, constraint) in self.constraints.drain(..) {
+            if let Some(sequence) = self.running.get_mut(&request) {
+                sequence.put_back(constraint.into_inner().unwrap_or_else(PoisonError::into_inner));
+            }
+        }
     }
 
     fn sample_chunk(&mut self, first: usize, count: usize) -> Result<(), ModelError> {

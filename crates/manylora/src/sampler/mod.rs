@@ -158,11 +158,15 @@ impl SequenceSampler {
         Self { constraint, ..self }
     }
 
-    /// Does of the next token's work what needs no logits; [`Self::sample`] does it otherwise.
-    pub(crate) fn prepare(&mut self) {
-        if let Some(constraint) = &mut self.constraint {
-            constraint.prepare();
-        }
+    /// Gives away the constraint, where it can do of the next token's work what needs no logits ([`Constraint::prepare`]);
+    /// [`Self::sample`] does it otherwise. It must be given back before a token is chosen, by [`Self::put_back`].
+    pub(crate) fn take_unprepared(&mut self) -> Option<Constraint> {
+        self.constraint.take_if(|constraint| constraint.is_unprepared())
+    }
+
+    /// See [`Self::take_unprepared`].
+    pub(crate) fn put_back(&mut self, constraint: Constraint) {
+        self.constraint = Some(constraint);
     }
 
     /// Whether the output is structured and nothing can follow what was chosen.
@@ -194,7 +198,9 @@ impl SequenceSampler {
 
     /// Chooses the next token from a row of raw logits (shape: vocabulary) and counts it.
     pub fn sample(&mut self, logits: &[f32], scratch: &mut SamplerScratch) -> Sampled {
-        self.prepare();
+        if let Some(constraint) = &mut self.constraint {
+            constraint.prepare();
+        }
         let token = self.choose(logits, scratch);
         let logprobs = self.logprobs.map(|top| token_logprobs(logits, token, top, self.logprobs_mode, scratch));
         self.accept(token);

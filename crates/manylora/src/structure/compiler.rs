@@ -5,7 +5,7 @@
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, MutexGuard, OnceLock};
 use std::thread::Builder;
 use std::time::{Duration, Instant};
 
@@ -13,6 +13,7 @@ use manylora_core::sampling::StructuredOutputs;
 
 use super::Grammar;
 use crate::error::EngineError;
+use crate::monitor::Monitor;
 
 /// Bytes of a grammar's words.
 pub(super) const LONGEST_WORDS: usize = 128 << 10;
@@ -63,34 +64,24 @@ impl State {
     }
 }
 
-#[derive(Default)]
-struct Shared {
-    state: Mutex<State>,
-    changed: Condvar,
-}
-
-impl Shared {
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
+impl Monitor<State> {
     /// Tells everybody what has come of a flight.
     fn land(&self, flight: &Arc<Flight>, outcome: Outcome) {
-        let mut state = self.state();
+        let mut state = self.lock();
         state.flights.retain(|other| !Arc::ptr_eq(other, flight));
         if let Ok(grammar) = &outcome {
             state.keep(flight.words.clone(), Arc::clone(grammar));
         }
         // Nobody else sets it.
         let _ = flight.outcome.set(outcome);
-        self.changed.notify_all();
+        self.notify_all();
     }
 }
 
 /// Compiles grammars, and keeps them.
 #[derive(Default)]
 pub(super) struct Compiler {
-    shared: Arc<Shared>,
+    shared: Arc<Monitor<State>>,
 }
 
 impl Compiler {
@@ -101,7 +92,7 @@ impl Compiler {
         words: &StructuredOutputs,
         compile: impl FnOnce() -> Outcome + Send + 'static,
     ) -> Result<Arc<Grammar>, EngineError> {
-        let mut state = self.shared.state();
+        let mut state = self.shared.lock();
         if let Some(known) = state.known(words) {
             return Ok(known);
         }
@@ -112,9 +103,9 @@ impl Compiler {
             ));
         }
         if state.waiting >= MOST_WAITING {
-            return refuse(format!(
+            return Err(EngineError::Busy(format!(
                 "`{MOST_WAITING}` requests wait for their structured outputs to be compiled; try again in a moment"
-            ));
+            )));
         }
         state.waiting += 1;
         let (mut state, compiled) = self.wait(state, words, compile);
@@ -156,14 +147,19 @@ impl Compiler {
             }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                let what = if joined.is_some() { "takes" } else { "has waited for others" };
-                let message = format!(
-                    "structured_outputs cannot be used: compiling it {what} more than {} s; simplify it, or try again later",
-                    PATIENCE.as_secs()
-                );
-                return (state, refuse(message));
+                let seconds = PATIENCE.as_secs();
+                let refusal = if joined.is_some() {
+                    refuse(format!(
+                        "structured_outputs cannot be used: compiling it takes more than {seconds} s; simplify it, or try again later"
+                    ))
+                } else {
+                    Err(EngineError::Busy(format!(
+                        "structured_outputs has waited more than {seconds} s for others to be compiled; try again in a moment"
+                    )))
+                };
+                return (state, refusal);
             }
-            state = self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state = self.shared.wait_timeout(state, left);
         }
     }
 
@@ -190,7 +186,7 @@ impl Compiler {
 }
 
 fn refuse<T>(message: String) -> Result<T, EngineError> {
-    Err(EngineError::InvalidArgument(message))
+    Err(EngineError::StructuredOutputs(message))
 }
 
 /// Bytes of what a request says.

@@ -67,12 +67,16 @@ impl Constraint {
         None
     }
 
+    /// Whether it is not known which tokens may come next.
+    pub(crate) fn is_unprepared(&self) -> bool {
+        self.permitted.is_none() && self.fault.is_none() && !self.is_complete()
+    }
+
     /// Finds out which tokens may come next. Until then, and after a fault, any may.
     pub(crate) fn prepare(&mut self) {
-        if self.permitted.is_some() || self.fault.is_some() || self.is_complete() {
-            return;
+        if self.is_unprepared() {
+            self.permitted = self.work(Matcher::compute_mask);
         }
-        self.permitted = self.work(Matcher::compute_mask);
     }
 
     /// Whether a token may come next.

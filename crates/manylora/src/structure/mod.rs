@@ -23,6 +23,7 @@ mod vocabulary;
 mod watch;
 
 use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
 use llguidance::ParserFactory;
 use manylora_core::sampling::StructuredOutputs;
@@ -43,7 +44,7 @@ struct Tools {
 }
 
 /// Compiles grammars for one model, and keeps them. What it needs of the vocabulary is made for the first request that has
-/// one.
+/// one, or before ([`Self::prepare`]).
 pub(crate) struct Structure {
     vocab_size: usize,
     end_tokens: Vec<u32>,
@@ -57,15 +58,29 @@ impl Structure {
         Self { vocab_size, end_tokens: end_tokens.to_vec(), tools: OnceLock::new(), compiler: Compiler::default() }
     }
 
+    /// Makes what grammars need of the vocabulary, unless it is there.
+    pub(crate) fn prepare(&self, tokenizer: &Tokenizer) {
+        if self.tools.get().is_some() {
+            return;
+        }
+        let begun = Instant::now();
+        let tools = self.tools(tokenizer);
+        let seconds = begun.elapsed().as_secs_f64();
+        // A request that came meanwhile has not waited, and made them for itself.
+        if self.tools.set(tools).is_ok() {
+            tracing::debug!("the vocabulary was made ready for structured outputs in {seconds:.2} s");
+        }
+    }
+
     /// The grammar that a request's words stand for.
     pub(crate) fn compile(
         &self,
         tokenizer: &Tokenizer,
         outputs: &StructuredOutputs,
     ) -> Result<Arc<Grammar>, EngineError> {
-        outputs.constraint()?;
+        outputs.constraint().map_err(|error| EngineError::StructuredOutputs(error.to_string()))?;
         let tools = self.tools.get_or_init(|| self.tools(tokenizer)).as_ref().map_err(|reason| {
-            EngineError::InvalidArgument(format!("structured output is not possible with this tokenizer: {reason}"))
+            EngineError::StructuredOutputs(format!("structured output is not possible with this tokenizer: {reason}"))
         })?;
         let (tools, words) = (Arc::clone(tools), outputs.clone());
         let preface =

@@ -4,11 +4,13 @@
 //! One thread per engine, which sleeps while there is nothing to watch. While there is, it wakes once per limit, so that the
 //! engine thread seldom has to wake it.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread::Builder;
 use std::time::{Duration, Instant};
 
 use llguidance::CancellationHandle;
+
+use crate::monitor::Monitor;
 
 /// The longest that a grammar may take in one go.
 pub(super) const LIMIT: Duration = Duration::from_millis(300);
@@ -22,19 +24,9 @@ struct State {
     has_ended: bool,
 }
 
-#[derive(Default)]
-struct Shared {
-    state: Mutex<State>,
-    changed: Condvar,
-}
-
-impl Shared {
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
+impl Monitor<State> {
     fn run(&self) {
-        let mut state = self.state();
+        let mut state = self.lock();
         while !state.has_ended {
             let now = Instant::now();
             state.watched.retain(|(_, until, work)| {
@@ -46,12 +38,11 @@ impl Shared {
             });
             let Some(next) = state.watched.iter().map(|(_, until, _)| *until).min() else {
                 state.is_asleep = true;
-                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                state = self.wait(state);
                 state.is_asleep = false;
                 continue;
             };
-            let waited = self.changed.wait_timeout(state, next.saturating_duration_since(now));
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            state = self.wait_timeout(state, next.saturating_duration_since(now));
         }
     }
 }
@@ -59,7 +50,7 @@ impl Shared {
 /// Cancels what takes longer than [`LIMIT`].
 #[derive(Default)]
 pub(super) struct Watch {
-    shared: Arc<Shared>,
+    shared: Arc<Monitor<State>>,
 }
 
 impl Watch {
@@ -75,25 +66,25 @@ impl Watch {
     pub(super) fn within<T>(&self, work: Option<CancellationHandle>, does: impl FnOnce() -> T) -> T {
         let Some(work) = work else { return does() };
         let number = {
-            let mut state = self.shared.state();
+            let mut state = self.shared.lock();
             state.next += 1;
             let number = state.next;
             state.watched.push((number, Instant::now() + LIMIT, work));
             if state.is_asleep {
-                self.shared.changed.notify_one();
+                self.shared.notify_one();
             }
             number
         };
         let done = does();
-        self.shared.state().watched.retain(|(other, ..)| *other != number);
+        self.shared.lock().watched.retain(|(other, ..)| *other != number);
         done
     }
 }
 
 impl Drop for Watch {
     fn drop(&mut self) {
-        self.shared.state().has_ended = true;
-        self.shared.changed.notify_one();
+        self.shared.lock().has_ended = true;
+        self.shared.notify_one();
     }
 }
 

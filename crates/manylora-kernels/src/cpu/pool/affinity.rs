@@ -1,5 +1,5 @@
-//! Which processors a thread may run on.
-#![expect(unsafe_code, reason = "reads and sets a thread's affinity mask")]
+//! Which processors a thread may run on, and whom it gives way to there.
+#![expect(unsafe_code, reason = "reads and sets a thread's affinity mask and priority")]
 
 /// The processors in this thread's affinity mask.
 #[cfg(target_os = "linux")]
@@ -28,3 +28,13 @@ pub(super) fn pin(cpu: usize) {
 
 #[cfg(not(target_os = "linux"))]
 pub(super) fn pin(_cpu: usize) {}
+
+/// Lets the calling thread have what other threads leave of the processors, from now on.
+pub fn take_what_is_left() {
+    // There it is a thread's priority; elsewhere it would be the process's.
+    #[cfg(target_os = "linux")]
+    // SAFETY: no memory is involved. Failing is harmless.
+    unsafe {
+        libc::setpriority(libc::PRIO_PROCESS, 0, 19);
+    }
+}

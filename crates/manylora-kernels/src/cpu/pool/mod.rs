@@ -27,6 +27,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
+pub use self::affinity::take_what_is_left;
 use self::signal::calibrated_spins;
 use self::state::State;
 use self::team::{IDLE, LATE, Team};
