@@ -8,6 +8,8 @@ use manylora::model::error::RefusalKind;
 use manylora::{EngineError, FailureReason, LoadFault};
 use serde_json::{Value, json};
 
+use crate::metrics::Rejection;
+
 /// Seconds after which what failed for want of something on this machine may go well.
 const TRY_AGAIN_AFTER: u32 = 5;
 
@@ -44,14 +46,17 @@ pub(crate) struct ApiError {
     param: Option<String>,
     /// Seconds, as a hint to whoever tries again.
     retry_after: Option<u32>,
+    rejection: Option<Rejection>,
 }
 
+/// What the engine calls the fields that prompts are in.
+pub(crate) const PROMPT: &str = "prompt";
 /// The field of the engine's own that says what an output is to be.
 pub(crate) const STRUCTURED_OUTPUTS: &str = "structured_outputs";
 
 impl ApiError {
     fn new(status: StatusCode, kind: &'static str, message: impl Into<String>) -> Self {
-        Self { status, kind, message: message.into(), param: None, retry_after: None }
+        Self { status, kind, message: message.into(), param: None, retry_after: None, rejection: None }
     }
 
     /// The request is wrong.
@@ -101,9 +106,9 @@ impl ApiError {
     }
 
     /// Whoever asks has asked too often, or for too much at once.
-    pub(crate) fn too_many(message: impl Into<String>, retry_after: u32) -> Self {
+    pub(crate) fn too_many(rejection: Rejection, message: impl Into<String>, retry_after: u32) -> Self {
         let error = Self::new(StatusCode::TOO_MANY_REQUESTS, "RateLimitError", message);
-        Self { retry_after: Some(retry_after), ..error }
+        Self { retry_after: Some(retry_after), rejection: Some(rejection), ..error }
     }
 
     /// Our own fault.
@@ -121,9 +126,15 @@ impl ApiError {
         Self { param: Some(param.into()), ..self }
     }
 
-    /// Names the field by which the output's structure was asked for, where that is to blame.
-    pub(crate) fn of_structure(self, field: &str) -> Self {
-        if self.param.as_deref() == Some(STRUCTURED_OUTPUTS) { self.about(field) } else { self }
+    /// Calls the field that is to blame `field`, where it is called `name`: what the engine knows by one name, requests say
+    /// in several fields.
+    pub(crate) fn renamed(self, name: &str, field: &str) -> Self {
+        if self.param.as_deref() == Some(name) { self.about(field) } else { self }
+    }
+
+    /// Why a request was turned away that may be taken another time.
+    pub(crate) fn rejection(&self) -> Option<Rejection> {
+        self.rejection
     }
 
     /// The envelope.
@@ -162,7 +173,11 @@ impl From<EngineError> for ApiError {
             }
             EngineError::UnloadTimeout { .. } => Self::new(StatusCode::CONFLICT, "ConflictError", message),
             EngineError::StructuredOutputs(_) => Self::bad_request(message).about(STRUCTURED_OUTPUTS),
-            EngineError::Busy(_) => Self::unavailable(message, 1),
+            EngineError::Busy(_) => {
+                Self { rejection: Some(Rejection::StructuredOutputs), ..Self::unavailable(message, 1) }
+            }
+            EngineError::PromptTooLong { .. } => Self::bad_request(message).about(PROMPT),
+            EngineError::PriorityWithoutPolicy(_) => Self::bad_request(message).about("priority"),
             EngineError::InvalidArgument(_)
             | EngineError::RequestFailed(_)
             | EngineError::Model(ModelError::ChatTemplate(_) | ModelError::Tokenizer(_)) => Self::bad_request(message),

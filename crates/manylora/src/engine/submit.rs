@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::sync_channel;
 
 use manylora_core::sampling::{DEFAULT_MAX_N, LogprobCount, SamplingLimits};
-use manylora_core::{AdapterUse, NewRequest, RequestId, SamplingParams};
+use manylora_core::{AdapterUse, NewRequest, RequestId, SamplingParams, SchedulingPolicy};
 use manylora_model::tokenizer::{Detokenizer, StopChecker};
 
 use super::command::Command;
@@ -131,6 +131,9 @@ fn check(
     sampling: Arc<Sampling>,
     names: &mut Resolved,
 ) -> Result<Checked, EngineError> {
+    if request.priority != 0 && shared.config.scheduling_policy != SchedulingPolicy::Priority {
+        return Err(EngineError::PriorityWithoutPolicy(request.priority));
+    }
     let prompt = match request.prompt {
         Prompt::Tokens(tokens) => tokens,
         Prompt::Text { text, add_special_tokens } => shared.tokenizer()?.encode(&text, add_special_tokens)?,
@@ -161,11 +164,7 @@ fn check_prompt(prompt: &[u32], vocab_size: usize, max_model_len: usize) -> Resu
         )));
     }
     if prompt.len() >= max_model_len {
-        return Err(EngineError::InvalidArgument(format!(
-            "The prompt has `{}` tokens, and with at least one token of output that is longer than max_model_len \
-             `{max_model_len}`; shorten it or raise max_model_len.",
-            prompt.len()
-        )));
+        return Err(EngineError::PromptTooLong { tokens: prompt.len(), max_model_len });
     }
     Ok(())
 }

@@ -148,16 +148,15 @@ impl Compiler {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 let seconds = PATIENCE.as_secs();
-                let refusal = if joined.is_some() {
-                    refuse(format!(
-                        "structured_outputs cannot be used: compiling it takes more than {seconds} s; simplify it, or try again later"
-                    ))
+                let message = if joined.is_some() {
+                    format!("compiling structured_outputs takes more than {seconds} s; simplify it, or try again later")
                 } else {
-                    Err(EngineError::Busy(format!(
+                    format!(
                         "structured_outputs has waited more than {seconds} s for others to be compiled; try again in a moment"
-                    )))
+                    )
                 };
-                return (state, refusal);
+                // How much of the time was its own is up to what else the machine does.
+                return (state, Err(EngineError::Busy(message)));
             }
             state = self.shared.wait_timeout(state, left);
         }
@@ -180,7 +179,9 @@ impl Compiler {
         };
         match Builder::new().name("manylora-grammar".to_owned()).stack_size(STACK).spawn(body) {
             Ok(_) => Ok(flight),
-            Err(error) => refuse(format!("structured_outputs cannot be compiled: no thread could be started: {error}")),
+            Err(error) => Err(EngineError::Busy(format!(
+                "structured_outputs cannot be compiled now: no thread could be started: {error}; try again in a moment"
+            ))),
         }
     }
 }
