@@ -12,7 +12,7 @@ use super::meters::{Course, Meters};
 use crate::error::EngineError;
 use crate::sampler::{RowNeed, SamplerScratch, SequenceSampler, TokenLogprobs, token_logprobs};
 use crate::stream::{Delta, StopReason, StreamSender};
-use crate::structure::Constraint;
+use crate::structure::{Constraint, Fault};
 
 /// Text of a sequence: absent when the request does not want any.
 pub(crate) struct TextState {
@@ -197,8 +197,14 @@ impl RunningSequence {
     /// Appends a token and its text; true if it ends the sequence.
     pub(crate) fn push_token(&mut self, token: u32) -> bool {
         if let Some(fault) = self.sampler.fault() {
-            let message = format!("the structured output cannot go on: {fault}; simplify what it must be");
-            self.failure = Some(EngineError::StructuredOutputs(message));
+            self.failure = Some(match fault {
+                Fault::Grammar(reason) => EngineError::StructuredOutputs(format!(
+                    "the structured output cannot go on: {reason}; simplify what it must be"
+                )),
+                Fault::Machine(reason) => {
+                    EngineError::Busy(format!("the structured output cannot go on: {reason}; try again in a moment"))
+                }
+            });
             return true;
         }
         self.generated += 1;
