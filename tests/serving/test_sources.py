@@ -103,9 +103,11 @@ def test_a_digest_of_the_tensors_never_stands_for_two_adapters(place: str) -> No
         sources.fetch_adapter(f"{place}#sha256={digest('beta')}", "a")
     # The same tensors, twice as strong: what the URL stood for is not what it would stand for now.
     config = json.loads((ADAPTERS / "alpha" / CONFIG).read_text())
-    memory.pipe_file(f"/bucket/adapter/{CONFIG}", json.dumps(config | {"lora_alpha": 2 * config["lora_alpha"]}).encode())
+    memory.pipe_file(
+        f"/bucket/adapter/{CONFIG}", json.dumps(config | {"lora_alpha": 2 * config["lora_alpha"]}).encode()
+    )
     for _ in range(2):
-        with pytest.raises(AdapterError, match="more than one `adapter_config.json`") as refused:
+        with pytest.raises(AdapterError, match="with more than one") as refused:
             sources.fetch_adapter(pinned, "a")
     # It is told how to say which.
     before = f"#sha256={digest('alpha')}&config={digest('alpha', CONFIG)}"

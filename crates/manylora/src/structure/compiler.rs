@@ -259,6 +259,51 @@ mod tests {
     }
 
     #[test]
+    fn whoever_there_is_no_room_for_may_come_again() {
+        let compiler = Compiler::default();
+        let (go, wait) = std::sync::mpsc::channel::<()>();
+        let wait = Arc::new(std::sync::Mutex::new(wait));
+        let compile = &|text: String| {
+            let wait = Arc::clone(&wait);
+            compiler.compile(&words(&text), move || {
+                // Until the sender is gone.
+                let _ = wait.lock().unwrap_or_else(std::sync::PoisonError::into_inner).recv();
+                Err("done".to_owned())
+            })
+        };
+        std::thread::scope(|scope| {
+            let waiting: Vec<_> =
+                (0..MOST_WAITING).map(|index| scope.spawn(move || compile(index.to_string()))).collect();
+            while compiler.shared.lock().waiting < MOST_WAITING {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            let refused = compile("one more".to_owned()).err().expect("there is no room");
+            assert!(matches!(&refused, EngineError::Busy(message) if message.contains("`64` requests")), "{refused}");
+            drop(go);
+            for waited in waiting {
+                let told = waited.join().expect("no panic").err().expect("refused");
+                assert!(matches!(&told, EngineError::StructuredOutputs(message) if message == "done"), "{told}");
+            }
+        });
+    }
+
+    #[test]
+    fn what_takes_longer_than_its_requests_wait_may_be_asked_for_again() {
+        let compiler = Compiler::default();
+        let (go, wait) = std::sync::mpsc::channel::<()>();
+        let refused = compiler.compile(&words("x"), move || {
+            let _ = wait.recv();
+            Err("done".to_owned())
+        });
+        assert!(matches!(refused, Err(EngineError::Busy(_))));
+        // It goes on, and whoever asks again waits for the same.
+        assert_eq!(compiler.shared.lock().flights.len(), 1);
+        drop(go);
+        let told = compiler.compile(&words("x"), || Err("anew".to_owned()));
+        assert!(told.is_err());
+    }
+
+    #[test]
     fn too_many_words_are_refused_with_the_numbers() {
         let long = words(&"a".repeat(LONGEST_WORDS + 1));
         let told = Compiler::default().compile(&long, || unreachable!("it is not compiled"));
