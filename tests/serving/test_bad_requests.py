@@ -146,11 +146,11 @@ def test_priorities_are_for_servers_that_have_them(start_server: StartServer, se
 
     def ask(priority: int) -> None:
         # The first has many samples, which run one after the other, so that the others come meanwhile.
-        more = {"max_tokens": 400, "ignore_eos": True, "n": 1 if priority else 32}
+        more = {"max_tokens": 400, "ignore_eos": True, "temperature": 1, "n": 1 if priority else 32}
         assert other.post("/v1/completions", completion | more, **{"X-Vllm-Priority": str(priority)}).status_code == 200
         order.append(priority)
 
-    threads = [threading.Thread(target=ask, args=[priority]) for priority in (0, 3, 2, 1)]
+    threads = [threading.Thread(target=ask, args=[priority], daemon=True) for priority in (0, 3, 2, 1)]
     for count, thread in enumerate(threads):
         thread.start()
         while other.client.get("/load").json()["server_load"] <= count:
