@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
 import time
 from collections.abc import Iterator
@@ -250,6 +251,19 @@ def test_the_rest_of_the_surface(engine: AsyncLLM) -> None:
         assert not await engine.is_tracing_enabled()
         with pytest.raises(ValidationError, match=r"AsyncLLM\.encode\(\) is not supported"):
             engine.encode()
+
+    asyncio.run(run())
+
+
+def test_health_waits_for_nobody(engine: AsyncLLM) -> None:
+    async def run() -> None:
+        threads = concurrent.futures.ThreadPoolExecutor()
+        threads.shutdown()
+        # Whoever needs a thread fails from here on.
+        asyncio.get_running_loop().set_default_executor(threads)
+        await engine.check_health()
+        with pytest.raises(RuntimeError):
+            await engine.reset_prefix_cache()
 
     asyncio.run(run())
 

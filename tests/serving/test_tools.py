@@ -240,11 +240,11 @@ def test_calls_and_their_results_are_told_to_the_model(client: openai.OpenAI, he
             "tool_choice",
             "give one",
         ),
-        ({"tools": [tool("f", x={"type": "things"})], "tool_choice": "required"}, None, "things"),
+        ({"tools": [tool("f", x={"type": "things"})], "tool_choice": "required"}, "tools", "things"),
     ],
 )
 def test_what_is_wrong_with_tools_is_told(
-    hermes: Server, fields: dict[str, Any], param: str | None, words: str
+    hermes: Server, fields: dict[str, Any], param: str, words: str
 ) -> None:
     answer = hermes.post("/v1/chat/completions", {"messages": USER, **fields})
     assert answer.status_code == 400, answer.text

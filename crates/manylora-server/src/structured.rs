@@ -24,11 +24,8 @@ static WARNED: Once = Once::new();
 /// The field that says what the output must be, for what is found wrong with it later.
 pub(crate) fn field(fields: &Fields) -> &'static str {
     let format = fields.peek("response_format").and_then(|format| format.get("type")?.as_str());
-    let older = || {
-        OLDER
-            .iter()
-            .find(|(older, name)| *name != "whitespace_pattern" && fields.peek(older).is_some_and(|it| !it.is_null()))
-    };
+    let says = |name: &str| fields.peek(name).is_some_and(|value| !value.is_null());
+    let older = || OLDER.iter().rfind(|(older, name)| *name != "whitespace_pattern" && says(older));
     match format {
         Some(kind) if kind != "text" => "response_format",
         _ => older().map_or(STRUCTURED_OUTPUTS, |(older, _)| older),

@@ -79,9 +79,15 @@ impl Monitor<State> {
 }
 
 /// Compiles grammars, and keeps them.
-#[derive(Default)]
 pub(super) struct Compiler {
     shared: Arc<Monitor<State>>,
+    patience: Duration,
+}
+
+impl Default for Compiler {
+    fn default() -> Self {
+        Self { shared: Arc::default(), patience: PATIENCE }
+    }
 }
 
 impl Compiler {
@@ -120,7 +126,7 @@ impl Compiler {
         words: &StructuredOutputs,
         compile: impl FnOnce() -> Outcome + Send + 'static,
     ) -> (MutexGuard<'a, State>, Result<Outcome, EngineError>) {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + self.patience;
         let mut compile = Some(compile);
         let mut joined: Option<Arc<Flight>> = None;
         loop {
@@ -147,7 +153,7 @@ impl Compiler {
             }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                let seconds = PATIENCE.as_secs();
+                let seconds = self.patience.as_secs();
                 let message = if joined.is_some() {
                     format!("compiling structured_outputs takes more than {seconds} s; simplify it, or try again later")
                 } else {
@@ -259,37 +265,19 @@ mod tests {
     }
 
     #[test]
-    fn whoever_there_is_no_room_for_may_come_again() {
+    fn who_would_wait_behind_many_is_sent_away_for_a_moment() {
         let compiler = Compiler::default();
-        let (go, wait) = std::sync::mpsc::channel::<()>();
-        let wait = Arc::new(std::sync::Mutex::new(wait));
-        let compile = &|text: String| {
-            let wait = Arc::clone(&wait);
-            compiler.compile(&words(&text), move || {
-                // Until the sender is gone.
-                let _ = wait.lock().unwrap_or_else(std::sync::PoisonError::into_inner).recv();
-                Err("done".to_owned())
-            })
-        };
-        std::thread::scope(|scope| {
-            let waiting: Vec<_> =
-                (0..MOST_WAITING).map(|index| scope.spawn(move || compile(index.to_string()))).collect();
-            while compiler.shared.lock().waiting < MOST_WAITING {
-                std::thread::sleep(Duration::from_millis(1));
-            }
-            let refused = compile("one more".to_owned()).err().expect("there is no room");
-            assert!(matches!(&refused, EngineError::Busy(message) if message.contains("`64` requests")), "{refused}");
-            drop(go);
-            for waited in waiting {
-                let told = waited.join().expect("no panic").err().expect("refused");
-                assert!(matches!(&told, EngineError::StructuredOutputs(message) if message == "done"), "{told}");
-            }
-        });
+        compiler.shared.lock().waiting = MOST_WAITING;
+        let told = compiler.compile(&words("a"), || unreachable!("it is not compiled"));
+        assert!(matches!(told, Err(EngineError::Busy(_))));
+        compiler.shared.lock().waiting -= 1;
+        let told = compiler.compile(&words("a"), || Err("no such thing".to_owned()));
+        assert!(matches!(told, Err(EngineError::StructuredOutputs(_))));
     }
 
     #[test]
     fn what_takes_longer_than_its_requests_wait_may_be_asked_for_again() {
-        let compiler = Compiler::default();
+        let compiler = Compiler { patience: Duration::from_millis(100), ..Compiler::default() };
         let (go, wait) = std::sync::mpsc::channel::<()>();
         let refused = compiler.compile(&words("x"), move || {
             let _ = wait.recv();
