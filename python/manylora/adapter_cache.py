@@ -69,24 +69,33 @@ class Place:
         with _locked(self.root / _LOCK):
             yield
 
-    def folder(self, tensors: str | None, stamps: dict[str, str | None] | None = None) -> Path | None:
-        """Return a folder with this digest of the tensors or these stamps, if there is one and it is whole.
+    def folder(self, expected: dict[str, str], stamps: dict[str, str | None] | None = None) -> Path | None:
+        """Return a folder whose files have these digests, and these stamps, if there is one and it is whole.
 
         It is in use from now on.
         """
+        for folder, digests, found in self._entries():
+            if expected.items() <= digests.items() and stamps in (None, found):
+                if _is_whole(folder, digests):
+                    _use(folder)
+                    return folder
+                shutil.rmtree(folder)
+        return None
+
+    def configurations(self, tensors: str) -> list[str]:
+        """Return the digests of the configurations that tensors of this digest have come with."""
+        return sorted({digests[CONFIG] for _, digests, _ in self._entries() if digests[TENSORS] == tensors})
+
+    def _entries(self) -> Iterator[tuple[Path, dict[str, str], dict[str, str | None]]]:
+        """Give the entries, with the digests of their files and what the place said of them."""
         for record in sorted(self.root.glob(f"[!.]*/{_SOURCE}")):
             try:
                 told = json.loads(record.read_text())
-                digests: dict[str, str] = told["sha256"]
-                is_asked_for = tensors in (None, digests[TENSORS]) and stamps in (None, told["stamps"])
-            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                digests = {file: str(told["sha256"][file]) for file in (CONFIG, TENSORS)}
+                stamps: dict[str, str | None] = told["stamps"]
+            except (OSError, ValueError, KeyError, TypeError):
                 continue
-            if is_asked_for:
-                if _is_whole(record.parent, digests):
-                    _use(record.parent)
-                    return record.parent
-                shutil.rmtree(record.parent)
-        return None
+            yield record.parent, digests, stamps
 
     @contextlib.contextmanager
     def arriving(self) -> Iterator[Path]:

@@ -71,12 +71,6 @@ class Settings:
             if argument.treatment is Treatment.WITHOUT_EFFECT and not argument.is_default(value):
                 logger.warning("%s=%r has no effect: %s", argument.name, value, argument.note)
 
-    @property
-    def has_priorities(self) -> bool:
-        """Whether requests are ordered by their priority."""
-        given: Any = self
-        return bool(given.scheduling_policy == "priority")
-
     def native(self) -> dict[str, Any]:
         """Resolve paths and hub ids, and return the dictionary that the native engine reads."""
         given: Any = self

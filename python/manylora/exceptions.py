@@ -29,7 +29,7 @@ class AdapterError(ManyLoRAError):
         keys: the offending tensor or configuration keys (the first few when there are many).
         reason: what is wrong, with the values, and what to do.
         report: the load report as far as it came, or None.
-        kind: `invalid`, `not_found`, `forbidden`, `conflict`, `operation` or `timeout`.
+        kind: `invalid`, `not_found`, `forbidden`, `unavailable`, `conflict`, `operation` or `timeout`.
 
     """
 

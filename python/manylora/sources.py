@@ -1,9 +1,12 @@
 """Adapters that lie elsewhere: `s3://`, `gs://`, `https://` and whatever else fsspec reads, and `hf://owner/name`.
 
 An adapter is fetched into the cache, under the digest of its content: what a registration was made from stays where it
-is when the place it came from changes. Files are digested when they arrive and again whenever they are used. A URL that
-ends in `#sha256=` and the digest of `adapter_model.safetensors` stands for that content only: anything else is refused,
-and what is in the cache is used without asking anybody.
+is when the place it came from changes. Files are digested when they arrive and again whenever they are used.
+
+A URL that ends in `#sha256=TENSORS&config=CONFIG`, the digests of `adapter_model.safetensors` and of
+`adapter_config.json`, stands for that content only: anything else is refused, and what is in the cache is used without
+asking anybody. `#sha256=TENSORS` alone says nothing of the configuration, which decides what the adapter does, too: the
+place is asked for the one that it has, and the URL is refused once there have been two.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from manylora.exceptions import AdapterError, AdapterNotFoundError, HubError
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
-_PIN = re.compile(r"sha256=([0-9a-f]{64})\Z")
+_PIN = re.compile(r"sha256=([0-9a-f]{64})(?:&config=([0-9a-f]{64}))?\Z")
 # What a file system says of a file that changes when the file does, in the names that they have for it.
 _STAMPS = (
     "size", "ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "Digest", "LastModified", "last_modified",
@@ -58,13 +61,17 @@ def fetch_adapter(url: str, name: str, *, token: str | bool | None = None, redir
     _check_plain(place, name)
     pin = _PIN.match(fragment)
     if fragment and not pin:
-        raise HubError(f"adapter `{name}`: `{url}` ends in `#{fragment}`; only `#sha256=` and 64 hex digits can follow")
-    expected = pin[1] if pin else None
+        raise HubError(
+            f"adapter `{name}`: `{url}` ends in `#{fragment}`; only `#sha256=` and 64 hex digits, with or without "
+            "`&config=` and as many, can follow"
+        )
+    digests = {TENSORS: pin[1], CONFIG: pin[2]} if pin else {}
+    expected = {file: value for file, value in digests.items() if value is not None}
     if place.lower().startswith("hf://"):
         return _from_hub(place, name, token, expected)
     kept = Place(place.rstrip("/"))
     with kept.locked():
-        if expected and (folder := kept.folder(expected)):
+        if CONFIG in expected and (folder := kept.folder(expected)):
             return folder
         with _errors(url, name):
             import fsspec
@@ -74,9 +81,10 @@ def fetch_adapter(url: str, name: str, *, token: str | bool | None = None, redir
                 stamps = {file: _stamp(system.info(f"{path}/{file}")) for file in (CONFIG, TENSORS)}
                 # Without a stamp nobody can tell whether it has changed.
                 known = None not in stamps.values()
-                if known and (folder := kept.folder(expected, stamps)):
-                    return folder
-                if folder := _take(kept, system, path, stamps, expected, name):
+                folder = kept.folder(expected, stamps) if known else None
+                if folder := folder or _take(kept, system, path, stamps, expected, name):
+                    if TENSORS in expected and CONFIG not in expected:
+                        _check_one_configuration(kept, expected[TENSORS], name)
                     return folder
     raise HubError(f"adapter `{name}`: `{url}` changes again and again while it is fetched; try again later")
 
@@ -92,20 +100,30 @@ def _check_plain(place: str, name: str) -> None:
         )
 
 
-def _from_hub(place: str, name: str, token: str | bool | None, expected: str | None) -> Path:
+def _from_hub(place: str, name: str, token: str | bool | None, expected: dict[str, str]) -> Path:
     repository = place[len("hf://") :].rstrip("/")
     if not _REPOSITORY.match(repository):
         raise HubError(f"adapter `{name}`: `{place}` is not hf://owner/name")
     folder = hub.fetch_adapter(repository, name, token=token)
-    if expected is not None and (folder / TENSORS).exists():
-        _check_digest(name, place, digest(folder / TENSORS), expected)
+    for file in expected:
+        if (folder / file).exists():
+            _check_digest(name, place, file, digest(folder / file), expected)
     return folder
 
 
-def _check_digest(name: str, place: str, found: str, expected: str) -> None:
-    if found != expected:
-        reason = f"`{TENSORS}` of `{place}` has the sha256 `{found}`; `{expected}` was asked for"
-        raise AdapterError(name, [TENSORS], reason)
+def _check_digest(name: str, place: str, file: str, found: str, expected: dict[str, str]) -> None:
+    if found != expected.get(file, found):
+        reason = f"`{file}` of `{place}` has the sha256 `{found}`; `{expected[file]}` was asked for"
+        raise AdapterError(name, [file], reason)
+
+
+def _check_one_configuration(place: Place, tensors: str, name: str) -> None:
+    """Refuse a URL that has stood for two adapters."""
+    known = place.configurations(tensors)
+    if len(known) > 1:
+        pins = " or ".join(f"`#sha256={tensors}&config={config}`" for config in known)
+        reason = f"`{place.url}` has had these tensors with more than one `{CONFIG}`; say which is meant: {pins}"
+        raise AdapterError(name, [CONFIG], reason)
 
 
 def _options(place: str, redirects: bool) -> dict[str, Any]:
@@ -126,7 +144,7 @@ async def _client_that_stays(**settings: Any) -> Any:
 
 
 def _take(
-    place: Place, system: Any, path: str, stamps: dict[str, str | None], tensors: str | None, name: str
+    place: Place, system: Any, path: str, stamps: dict[str, str | None], expected: dict[str, str], name: str
 ) -> Path | None:
     """Fetch the files into the cache; None if they changed meanwhile."""
     from fsspec.callbacks import Callback
@@ -146,8 +164,8 @@ def _take(
             # A configuration and tensors that do not belong together are worse than none.
             return None
         digests = {file: digest(arriving / file) for file in stamps}
-        if tensors is not None:
-            _check_digest(name, place.url, digests[TENSORS], tensors)
+        for file, found in digests.items():
+            _check_digest(name, place.url, file, found, expected)
         return place.keep(arriving, stamps, digests)
 
 

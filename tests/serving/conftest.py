@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -21,6 +22,19 @@ ADAPTERS = ORACLE / "llama" / "adapters"
 PROMPT = [5, 40, 99, 7, 130]
 
 
+# The numbers of Linux for giving up a capability, and for those of root to read what it may not.
+PR_CAPBSET_DROP = 24
+CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 1, 2
+
+
+def read_as_others_do() -> None:
+    """Let the program that is run next read only what the files' modes allow, as root, too."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
+        if os.geteuid() == 0 and libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl")
+
+
 class Server:
     """A running `manylora serve`."""
 
@@ -28,8 +42,9 @@ class Server:
         command = [sys.executable, "-m", "manylora", "serve", *flags]
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "MANYLORA_A"))}
         self.process = subprocess.Popen(
-            command, cwd=folder, env=inherited | environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+            command, cwd=folder, env=inherited | environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            preexec_fn=read_as_others_do,
+        )  # fmt: skip
         self.lines: list[str] = []
         listening = threading.Event()
         self.url = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import threading
 import time
 from typing import Any
 
@@ -86,6 +87,9 @@ def test_what_is_not_json_is_told_with_its_place(server: Server, body: bytes, to
         ({"model": 3}, "model"),
         ({"lora_scale": "strong"}, "lora_scale"),
         ({"cache_salt": ""}, "cache_salt"),
+        ({"prompt": [5] * 600}, "prompt"),
+        # Who is served first is not decided by priorities here.
+        ({"priority": 1}, "priority"),
     ],
 )
 def test_wrong_fields_are_named(server: Server, fields: dict[str, Any], param: str) -> None:
@@ -102,7 +106,10 @@ def test_wrong_fields_are_named(server: Server, fields: dict[str, Any], param: s
         ({"top_k": -5}, "top_k"),
         ({"logprobs": 1000}, "logprobs"),
         ({"prompt": [100000]}, "out of vocabulary"),
-        ({"prompt": [5] * 600}, "max_model_len"),
+        (
+            {"prompt": [5] * 600},
+            "This model's maximum context length is 512 tokens. However, your request has 600 input",
+        ),
         ({"prompt": ""}, "empty"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
     ],
@@ -111,6 +118,47 @@ def test_wrong_values_are_explained(server: Server, fields: dict[str, Any], told
     answer = server.complete("base", **fields)
     assert answer.status_code == 400, answer.text
     assert told in answer.json()["error"]["message"]
+
+
+def test_prompts_of_messages_are_too_long_by_their_own_field(server: Server) -> None:
+    body = {"model": "alpha", "messages": [{"role": "user", "content": "x y " * 3000}]}
+    answer = server.post("/v1/chat/completions", body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "messages"
+    assert answer.json()["error"]["message"].startswith("This model's maximum context length is 512 tokens.")
+
+
+def test_priorities_are_for_servers_that_have_them(start_server: StartServer, server: Server) -> None:
+    header = {"X-Vllm-Priority": "3"}
+    chat = {"model": "base", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    completion = {"model": "base", "prompt": PROMPT, "max_tokens": 1}
+    for path, body in (("/v1/completions", completion), ("/v1/chat/completions", chat)):
+        for headers, more in ((header, {}), ({}, {"priority": -2}), ({"X-Vllm-Priority": "0"}, {"priority": 4})):
+            refused = server.post(path, body | more, **headers)
+            assert refused.status_code == 400, (path, headers, more)
+            assert refused.json()["error"]["param"] == "priority"
+            assert "priority scheduling is not enabled" in refused.json()["error"]["message"]
+        # The body's own counts where there are both; 0 is as good as none.
+        assert server.post(path, body | {"priority": 0}, **header).status_code == 200
+        assert server.post(path, body, **{"X-Vllm-Priority": "soon"}).status_code == 400
+    other = start_server("--scheduling-policy", "priority", "--max-num-seqs", "1")
+    order: list[int] = []
+
+    def ask(priority: int) -> None:
+        # The first has many samples, which run one after the other, so that the others come meanwhile.
+        more = {"max_tokens": 400, "ignore_eos": True, "temperature": 1, "n": 1 if priority else 32}
+        assert other.post("/v1/completions", completion | more, **{"X-Vllm-Priority": str(priority)}).status_code == 200
+        order.append(priority)
+
+    threads = [threading.Thread(target=ask, args=[priority], daemon=True) for priority in (0, 3, 2, 1)]
+    for count, thread in enumerate(threads):
+        thread.start()
+        while other.client.get("/load").json()["server_load"] <= count:
+            assert not order, "the first request is over before the others have come"
+    for thread in threads:
+        thread.join()
+    # By priority, and not as they came.
+    assert order == [0, 1, 2, 3]
 
 
 def test_unknown_fields_pass(server: Server) -> None:

@@ -52,6 +52,14 @@ def lite(server: Server, model: str, provider: str = "hosted_vllm") -> dict[str,
 
 
 @pytest.mark.parametrize("provider", ["hosted_vllm", "openai"])
+def test_litellm_knows_a_prompt_that_is_too_long(server: Server, provider: str) -> None:
+    """It is what its fallbacks to models with more room go by."""
+    long = [{"role": "user", "content": "x y " * 3000}]
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.completion(messages=long, **lite(server, "alpha", provider))
+
+
+@pytest.mark.parametrize("provider", ["hosted_vllm", "openai"])
 def test_litellm_chats_whole_and_streamed(server: Server, chats: dict[str, str], provider: str) -> None:
     for model in MODELS:
         whole = litellm.completion(messages=MESSAGES, **lite(server, model, provider))

@@ -10,6 +10,8 @@ from .conftest import PROMPT, Server, events
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
+VERSION = "x-manylora-adapter-version"
+
 
 def test_each_name_has_its_own_answer(server: Server) -> None:
     texts = {name: server.text(name) for name in ("base", "alpha", "beta")}
@@ -194,6 +196,14 @@ def test_the_version_that_served_is_told(server: Server) -> None:
     assert version == server.client.get("/v1/models/alpha").json()["version"]
     assert "x-manylora-adapter-version" not in server.complete("base").headers
     assert server.complete("alpha", stream=True).headers["x-manylora-adapter-version"] == version
+    # All of them, in the request's order.
+    beta = server.client.get("/v1/models/beta").json()["version"] or server.complete("beta").headers[VERSION]
+    for names, expected in ((("beta", "alpha"), f"{beta}, {version}"), (("alpha", "beta"), f"{version}, {beta}")):
+        answer = server.complete("base", lora=[{"id": name} for name in names], prompt=[PROMPT, PROMPT[:3]])
+        assert answer.headers[VERSION] == expected
+    # What has no strength serves nothing.
+    mixed = server.complete("base", lora=[{"id": "beta", "scale": 0}, {"id": "alpha"}])
+    assert mixed.headers[VERSION].endswith(version)
 
 
 def test_prompt_logprobs_have_records_by_token(server: Server) -> None:
@@ -227,6 +237,31 @@ def test_request_ids_come_back(server: Server) -> None:
     request = {"model": "base", "prompt": PROMPT, "max_tokens": 1}
     assert server.post("/v1/completions", request, **{"X-Request-Id": "mine"}).headers["x-request-id"] == "mine"
     assert len(server.complete().headers["x-request-id"]) == 32
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_have_the_ids_of_their_requests(server: Server, stream: bool) -> None:
+    prompt: dict[str, Any] = {"prompt": PROMPT}
+    messages: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+    for path, begins, body in (
+        ("/v1/completions", "cmpl-", prompt), ("/v1/chat/completions", "chatcmpl-", messages),
+    ):  # fmt: skip
+        body = body | {"max_tokens": 2, "stream": stream}
+
+        def said(body: dict[str, Any], path: str = path, **headers: str) -> tuple[str, str]:
+            answer = server.post(path, body, **headers)
+            assert answer.status_code == 200, answer.text
+            parts = [part for part in events(answer.text) if part] if stream else [answer.json()]
+            assert len({part["id"] for part in parts}) == 1
+            return str(parts[0]["id"]), answer.headers["x-request-id"]
+
+        # The header's, as in vLLM, then the body's, then the one that the request is given here.
+        assert said(body | {"request_id": "other"}, **{"X-Request-Id": "mine"}) == (begins + "mine", "mine")
+        assert said(body | {"request_id": "other"})[0] == begins + "other"
+        made, header = said(body)
+        assert made == begins + header
+        long = server.post(path, body | {"request_id": "x" * 257})
+        assert (long.status_code, long.json()["error"]["param"]) == (400, "request_id")
 
 
 def test_the_server_says_how_it_is(server: Server) -> None:

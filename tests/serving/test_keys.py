@@ -15,6 +15,7 @@ import pytest
 from .conftest import ADAPTERS, PROMPT, Server, StartServer
 from .test_metrics import Page
 
+REJECTIONS = "vllm:admission_rejections_total{"
 MODULES = ("--lora-modules", *(f"{name}={ADAPTERS / name}" for name in ("alpha", "beta", "gamma")))
 
 
@@ -102,6 +103,20 @@ def test_limits_answer_429(start_server: StartServer, file: Path) -> None:
         assert "`3` sequences" in much.json()["error"]["message"]
     assert ask(server, "k-few", "beta", n=2, temperature=1).status_code == 200
     assert ask(server, "k-all", n=3, temperature=1).status_code == 200
+
+    def turned_away(reason: str) -> float:
+        page = server.client.get("/metrics", headers={"Authorization": "Bearer k-all"}).text
+        [line] = [line for line in page.splitlines() if line.startswith(REJECTIONS) and f'reason="{reason}"' in line]
+        return float(line.rsplit(" ", 1)[1])
+
+    # Nothing that is wrong for good is among those who may come again.
+    assert (turned_away("rate_limit"), turned_away("max_concurrent"), turned_away("max_pending")) == (2, 0, 0)
+    stream = {"prompt": [PROMPT] * 2, "model": "beta", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    headers = {"Authorization": "Bearer k-few"}
+    with server.client.stream("POST", "/v1/completions", json=stream, headers=headers) as running:
+        assert running.status_code == 200
+        assert ask(server, "k-few", "beta").status_code == 429
+    assert (turned_away("rate_limit"), turned_away("max_concurrent")) == (2, 1)
 
 
 def test_metrics_are_for_keys_that_may_see_all(start_server: StartServer, file: Path) -> None:

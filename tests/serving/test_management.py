@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,21 @@ def test_a_22_what_cannot_be_loaded_says_why_at_once(managed: Server, tmp_path: 
     assert managed.ids() == ["base"]
     assert managed.load("x", folder).status_code == 200
     assert managed.text("x")
+
+
+@pytest.mark.parametrize("unreadable", [".", "adapter_config.json", "adapter_model.safetensors"])
+def test_a_22_what_may_not_be_read_is_403(start_server: StartServer, tmp_path: Path, unreadable: str) -> None:
+    shutil.copytree(ADAPTERS / "alpha", tmp_path / "alpha")
+    server = start_server(folder=tmp_path, **ON)
+    mode = (tmp_path / "alpha" / unreadable).stat().st_mode
+    (tmp_path / "alpha" / unreadable).chmod(0)
+    answer = server.load("x", "alpha")
+    (tmp_path / "alpha" / unreadable).chmod(mode)
+    assert answer.status_code == 403, answer.text
+    assert "denied" in answer.json()["error"]["message"]
+    assert server.ids() == ["base"]
+    assert server.load("x", "alpha").status_code == 200
+    assert server.text("x")
 
 
 def test_broken_adapters_are_400_and_name_the_key(start_server: StartServer, tmp_path: Path) -> None:
@@ -250,6 +266,48 @@ def test_a_51_unload_drains_aborts_and_gives_up_waiting(managed: Server) -> None
     assert len(reasons) == 96
     assert set(reasons) in ({"abort"}, {"abort", "length"})
     assert managed.load("alpha", "alpha").status_code == 200
+
+
+def test_a_51_a_plain_unload_waits_for_whoever_has_the_adapter(start_server: StartServer) -> None:
+    server = start_server("--max-num-seqs", "24", **ON)
+    server.load("alpha", "alpha")
+    ended: list[float] = []
+    reasons: list[str] = []
+
+    def run() -> None:
+        answer = server.complete("alpha", prompt=[PROMPT] * 8, max_tokens=400)
+        reasons.extend(choice["finish_reason"] for choice in answer.json()["choices"])
+        ended.append(time.monotonic())
+
+    # Three run, two wait for them.
+    threads = [threading.Thread(target=run) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    while gauge(server, "vllm:num_requests_running") < 24 or gauge(server, "vllm:num_requests_waiting") < 16:
+        assert not ended
+    unloaded: list[tuple[int, float]] = []
+    unload = threading.Thread(target=lambda: unloaded.append((server.unload("alpha").status_code, time.monotonic())))
+    unload.start()
+    while "alpha" in server.ids():
+        assert not ended
+    # What is new finds nobody, others are loaded and served meanwhile.
+    assert server.complete("alpha").status_code == 404
+    assert server.load("beta", "beta").status_code == 200
+    assert not ended
+    for thread in (*threads, unload):
+        thread.join()
+    assert reasons == ["length"] * 40
+    assert unloaded[0][0] == 200
+    # They are told in any order; the last of them has ended by then, give or take the way here.
+    assert unloaded[0][1] > max(ended) - 0.5
+    assert gauge(server, "vllm:num_cpu_loaded_lora_adapters") == 1
+    assert server.load("alpha", "alpha").status_code == 200
+
+
+def gauge(server: Server, name: str) -> float:
+    """The value of a metric that has one series."""
+    lines = server.client.get("/metrics").text.splitlines()
+    return float(next(line for line in lines if line.startswith((name + " ", name + "{"))).rsplit(" ", 1)[1])
 
 
 def test_a_24_many_loads_at_once_are_one(managed: Server) -> None:

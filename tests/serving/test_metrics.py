@@ -218,7 +218,8 @@ def test_a_49_two_thousand_adapters_come_and_go(start_server: StartServer, tmp_p
 
 
 def test_a_49_routers_see_who_runs_and_who_waits(start_server: StartServer, folder: Path) -> None:
-    modules = ("--lora-modules", "alpha=alpha", "beta=beta")
+    # A name with a comma would look like two to whoever takes the lists apart: it is in none.
+    modules = ("--lora-modules", "alpha=alpha", "beta=beta", json.dumps({"name": "a,b", "path": "gamma"}))
     server = start_server("--max-num-seqs", "1", "--max-loras", "1", *modules, folder=folder)
     long = {"prompt": PROMPT, "max_tokens": 480, "ignore_eos": True, "temperature": 0}
     enough = threading.Event()
@@ -227,7 +228,7 @@ def test_a_49_routers_see_who_runs_and_who_waits(start_server: StartServer, fold
         while not enough.is_set():
             server.post("/v1/completions", long | {"model": name})
 
-    threads = [threading.Thread(target=keep_asking, args=[name]) for name in ("alpha", "alpha", "beta", "base")]
+    threads = [threading.Thread(target=keep_asking, args=[name]) for name in ("alpha", "alpha", "beta", "base", "a,b")]
     for thread in threads:
         thread.start()
 

@@ -53,7 +53,7 @@ well_formed = schemathesis.openapi.from_path(
 # What only those can fill in well who know the base.
 OF_THE_BASE = (
     "logit_bias", "allowed_token_ids", "stop_token_ids", "best_of", "chat_template", "adapter_id", "lora_name",
-    "lora_path", "lora",
+    "lora_path", "lora", "priority",
 )  # fmt: skip
 
 

@@ -50,8 +50,8 @@ def same(folder: Path, adapter: str) -> bool:
     return all((folder / file).read_bytes() == (ADAPTERS / adapter / file).read_bytes() for file in (CONFIG, TENSORS))
 
 
-def digest(adapter: str) -> str:
-    return hashlib.sha256((ADAPTERS / adapter / TENSORS).read_bytes()).hexdigest()
+def digest(adapter: str, file: str = TENSORS) -> str:
+    return hashlib.sha256((ADAPTERS / adapter / file).read_bytes()).hexdigest()
 
 
 def test_what_was_fetched_is_kept_and_checked(place: str, cache: Path) -> None:
@@ -76,20 +76,47 @@ def test_other_content_gets_a_folder_of_its_own(place: str) -> None:
     assert same(after, "beta")
 
 
-def test_a_digest_stands_for_one_content(place: str) -> None:
-    pinned = f"{place}#sha256={digest('alpha')}"
+def test_digests_of_both_files_stand_for_one_content(place: str) -> None:
+    pinned = f"{place}#sha256={digest('alpha')}&config={digest('alpha', CONFIG)}"
     folder = sources.fetch_adapter(pinned, "a")
-    with pytest.raises(AdapterError, match=digest("alpha")):
-        sources.fetch_adapter(f"{place}#sha256={digest('beta')}", "a")
+    for wrong in (f"{digest('beta')}&config={digest('alpha', CONFIG)}", f"{digest('alpha')}&config={'0' * 64}"):
+        with pytest.raises(AdapterError, match="was asked for"):
+            sources.fetch_adapter(f"{place}#sha256={wrong}", "a")
     # Nobody is asked for what is there.
     put(fsspec.filesystem("memory"), "beta")
     assert sources.fetch_adapter(pinned, "a") == folder
     (folder / TENSORS).write_bytes(b"something else")
-    with pytest.raises(AdapterError, match=digest("beta")):
+    with pytest.raises(AdapterError, match=digest("beta", CONFIG)):
         sources.fetch_adapter(pinned, "a")
-    for wrong in ("sha256=12", "sha1=" + "0" * 40, "main"):
+    for wrong in ("sha256=12", "sha1=" + "0" * 40, "main", f"config={'0' * 64}", f"sha256={'0' * 64}&config=1"):
         with pytest.raises(HubError, match=f"#{wrong}"):
             sources.fetch_adapter(f"{place}#{wrong}", "a")
+
+
+def test_a_digest_of_the_tensors_never_stands_for_two_adapters(place: str) -> None:
+    memory = fsspec.filesystem("memory")
+    pinned = f"{place}#sha256={digest('alpha')}"
+    folder = sources.fetch_adapter(pinned, "a")
+    assert same(folder, "alpha")
+    assert sources.fetch_adapter(pinned, "a") == folder
+    with pytest.raises(AdapterError, match=digest("alpha")):
+        sources.fetch_adapter(f"{place}#sha256={digest('beta')}", "a")
+    # The same tensors, twice as strong: what the URL stood for is not what it would stand for now.
+    config = json.loads((ADAPTERS / "alpha" / CONFIG).read_text())
+    memory.pipe_file(
+        f"/bucket/adapter/{CONFIG}", json.dumps(config | {"lora_alpha": 2 * config["lora_alpha"]}).encode()
+    )
+    for _ in range(2):
+        with pytest.raises(AdapterError, match="with more than one") as refused:
+            sources.fetch_adapter(pinned, "a")
+    # It is told how to say which.
+    before = f"#sha256={digest('alpha')}&config={digest('alpha', CONFIG)}"
+    assert before in str(refused.value)
+    assert sources.fetch_adapter(place + before, "a") == folder
+    # Not even where the place has the first again.
+    put(memory, "alpha")
+    with pytest.raises(AdapterError, match="more than one"):
+        sources.fetch_adapter(pinned, "a")
 
 
 def test_what_cannot_be_fetched_says_why(place: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -358,6 +358,19 @@ def test_calls_as_llama_writes_them(start_server: StartServer, tmp_path: Path) -
         assert message.reasoning_content
 
 
+def test_no_tools_are_counted_as_they_are_sent(start_server: StartServer, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% if tools is defined and tools is not none %}You may call: {{ tools }}{% endif %}{{ messages[0].content }}"
+    )
+    server = start_server("--chat-template", str(template))
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "hello there"}], "tools": []}
+    sent = server.post("/v1/chat/completions", body | {"max_tokens": 1}).json()["usage"]["prompt_tokens"]
+    counted = server.post("/tokenize", body).json()
+    assert counted["count"] == sent
+    assert counted["tokens"] == server.post("/tokenize", {"messages": body["messages"]}).json()["tokens"]
+
+
 def test_a_template_that_knows_no_tools_has_none(server: Server) -> None:
     answer = server.post("/v1/chat/completions", {"messages": USER, "tools": TOOLS})
     assert answer.status_code == 400

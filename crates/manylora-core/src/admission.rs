@@ -160,7 +160,7 @@ impl Scheduler {
         if distinct.is_empty() {
             return Ok(());
         }
-        memory.can_ever_fit(&active).map_err(FailureReason::AdapterLoad)
+        memory.can_ever_fit(&active).map_err(|message| FailureReason::AdapterLoad(message.into()))
     }
 
     /// Brings the queue up to date with the shelf: takes leases on versions that were read, sorts lanes into the classes

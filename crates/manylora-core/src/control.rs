@@ -6,7 +6,9 @@ use std::collections::BTreeMap;
 
 use crate::config::CoreConfig;
 use crate::error::CoreError;
-use crate::event::{Client, Effect, Event, FailureReason, FinishReason, LoadedAdapter, StepOutcome, UnloadMode};
+use crate::event::{
+    Client, Effect, Event, FailureReason, FinishReason, LoadFailure, LoadedAdapter, StepOutcome, UnloadMode,
+};
 use crate::eviction::EvictionPolicy;
 use crate::identity::{BlockId, RegistrationId, Time};
 use crate::memory::{LoadEnd, Memory, Want};
@@ -307,12 +309,12 @@ impl ControlPlane {
         self.scheduler.queue.accounts.set_weight(client, weight);
     }
 
-    fn finish_load(&mut self, registration: RegistrationId, result: Result<LoadedAdapter, String>) {
+    fn finish_load(&mut self, registration: RegistrationId, result: Result<LoadedAdapter, LoadFailure>) {
         let (scheduler, memory, effects) = (&mut self.scheduler, &mut self.memory, &mut self.effects);
         match memory.finish_load(registration, result, &scheduler.queue, effects) {
             LoadEnd::Unknown => {}
             LoadEnd::Departed => memory.depart(registration, effects),
-            LoadEnd::Failed(message) => self.fail_load(registration, &message),
+            LoadEnd::Failed(failure) => self.fail_load(registration, failure),
             LoadEnd::Resident => {
                 scheduler.sync(memory, effects);
                 let resident: Vec<(RegistrationId, Want)> = memory
@@ -333,15 +335,15 @@ impl ControlPlane {
     }
 
     /// A load failed: only those who wait for it fail.
-    fn fail_load(&mut self, registration: RegistrationId, message: &str) {
+    fn fail_load(&mut self, registration: RegistrationId, failure: LoadFailure) {
         if !self.memory.shelf.is_resident(registration) {
-            let reason = FailureReason::AdapterLoad(message.to_owned());
+            let reason = FailureReason::AdapterLoad(failure.clone());
             for index in self.requests_of(registration) {
                 self.scheduler.fail(index, reason.clone(), &mut self.memory, &mut self.effects);
             }
         }
         if self.memory.wanted.contains_key(&registration) {
-            self.memory.fail_wanted(registration, message.to_owned(), &mut self.effects);
+            self.memory.fail_wanted(registration, failure.message, &mut self.effects);
             self.swap_ready();
         }
     }

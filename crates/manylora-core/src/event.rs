@@ -130,14 +130,14 @@ pub enum Event {
         /// Its share in relation to others'.
         weight: f64,
     },
-    /// A load ordered by [`Effect::Load`] ended: the version, or the message of its failure. What was loaded is to be
+    /// A load ordered by [`Effect::Load`] ended: the version, or why it failed. What was loaded is to be
     /// dropped unless an [`Effect::Install`] of its digest follows at once: nobody wants it any more, or the same content
     /// is resident already.
     LoadFinished {
         /// Which registration.
         registration: RegistrationId,
         /// The outcome.
-        result: Result<LoadedAdapter, String>,
+        result: Result<LoadedAdapter, LoadFailure>,
     },
     /// Take an adapter off the shelf.
     Unload {
@@ -243,12 +243,49 @@ impl FinishReason {
     }
 }
 
+/// Whose doing it is that an adapter could not be loaded.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum LoadFault {
+    /// Its files are not there.
+    Missing,
+    /// They may not be read.
+    Forbidden,
+    /// They are broken, unsuitable, other ones than were registered, or too large.
+    #[default]
+    Invalid,
+    /// The machine's, or the moment's: it may go well another time.
+    Temporary,
+}
+
+/// Why an adapter could not be loaded.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[error("{message}")]
+pub struct LoadFailure {
+    /// Whose doing it is.
+    pub fault: LoadFault,
+    /// The reason, with values and what to do.
+    pub message: String,
+}
+
+impl LoadFailure {
+    /// A failure of the moment.
+    pub fn temporary(message: impl Into<String>) -> Self {
+        Self { fault: LoadFault::Temporary, message: message.into() }
+    }
+}
+
+impl From<String> for LoadFailure {
+    fn from(message: String) -> Self {
+        Self { fault: LoadFault::default(), message }
+    }
+}
+
 /// Why a request failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FailureReason {
     /// Its adapter could not be loaded.
     #[error("adapter could not be loaded: {0}")]
-    AdapterLoad(String),
+    AdapterLoad(LoadFailure),
     /// Its adapter was unloaded before the request started.
     #[error("adapter was unloaded before the request started")]
     AdapterUnloaded,

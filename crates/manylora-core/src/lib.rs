@@ -36,8 +36,8 @@ pub use config::{CoreConfig, LoraMemory, SchedulingPolicy};
 pub use control::ControlPlane;
 pub use error::CoreError;
 pub use event::{
-    AdapterUse, Client, Effect, Event, FailureReason, FinishReason, LoadedAdapter, NewRequest, SequenceOutcome,
-    StepOutcome, UnloadMode,
+    AdapterUse, Client, Effect, Event, FailureReason, FinishReason, LoadFailure, LoadFault, LoadedAdapter, NewRequest,
+    SequenceOutcome, StepOutcome, UnloadMode,
 };
 pub use eviction::EvictionPolicyKind;
 pub use identity::{AdapterSlot, BlockId, Digest, RegistrationId, RequestId, Time};

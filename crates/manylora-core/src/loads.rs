@@ -16,7 +16,7 @@
 //! waited for `max_deferred_steps` steps it is next, at the cost of whatever is not in use. A prefetch does not wait: if
 //! there is no room now, it is over ([`Effect::OnDemand`]).
 
-use crate::event::{Effect, FailureReason};
+use crate::event::{Effect, FailureReason, LoadFailure};
 use crate::identity::RegistrationId;
 use crate::memory::{Memory, Shortage, Victims};
 use crate::order::Order;
@@ -100,7 +100,7 @@ impl Scheduler {
         for (lane, message) in lost {
             let requests: Vec<_> = self.queue.lane(lane).requests.iter().map(|&(_, index)| index).collect();
             for index in requests {
-                self.fail(index, FailureReason::AdapterLoad(message.clone()), memory, effects);
+                self.fail(index, FailureReason::AdapterLoad(message.clone().into()), memory, effects);
             }
         }
         self.sync(memory, effects);
@@ -251,7 +251,7 @@ impl Scheduler {
             outgoing().map(|(_, version)| version.bytes).sum::<u64>()
         );
         let Some(&(_, index)) = self.queue.lane(lane).requests.first() else { return };
-        self.fail(index, FailureReason::AdapterLoad(message), memory, effects);
+        self.fail(index, FailureReason::AdapterLoad(LoadFailure::temporary(message)), memory, effects);
         self.loads_stale = true;
     }
 }

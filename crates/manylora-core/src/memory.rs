@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use crate::block_pool::BlockPool;
 use crate::budget::Ledger;
 use crate::config::{CoreConfig, LoraMemory};
-use crate::event::{Effect, LoadedAdapter};
+use crate::event::{Effect, LoadFailure, LoadedAdapter};
 use crate::identity::RegistrationId;
 use crate::order::Order;
 use crate::queue::{LaneIndex, Queue};
@@ -49,7 +49,7 @@ pub(crate) enum LoadEnd {
     Unknown,
     /// Nobody wants it any more.
     Departed,
-    Failed(String),
+    Failed(LoadFailure),
     /// The version is resident.
     Resident,
 }
@@ -322,7 +322,7 @@ impl Memory {
     pub(crate) fn finish_load(
         &mut self,
         id: RegistrationId,
-        result: Result<LoadedAdapter, String>,
+        result: Result<LoadedAdapter, LoadFailure>,
         queue: &Queue,
         effects: &mut Vec<Effect>,
     ) -> LoadEnd {
@@ -336,9 +336,9 @@ impl Memory {
         let end = if departed {
             LoadEnd::Departed
         } else {
-            match result.and_then(|loaded| self.take_load(id, known, &loaded, queue, effects)) {
+            match result.and_then(|loaded| Ok(self.take_load(id, known, &loaded, queue, effects)?)) {
                 Ok(()) => LoadEnd::Resident,
-                Err(message) => LoadEnd::Failed(message),
+                Err(failure) => LoadEnd::Failed(failure),
             }
         };
         self.balance();

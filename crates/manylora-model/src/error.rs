@@ -98,4 +98,6 @@ pub enum RefusalKind {
     Forbidden,
     /// They are broken, not LoRA, made for another base, or ask for something not supported.
     Invalid,
+    /// The system could not read them just now, and may well another time.
+    Unavailable,
 }

@@ -19,6 +19,7 @@ fn refused(py: Python<'_>, refusal: &AdapterRefusal) -> PyErr {
         RefusalKind::NotFound => "not_found",
         RefusalKind::Forbidden => "forbidden",
         RefusalKind::Invalid => "invalid",
+        RefusalKind::Unavailable => "unavailable",
     };
     let report = refusal.report.as_ref().map(ToString::to_string);
     raise(py, "refused", (refusal.adapter.as_str(), refusal.keys.clone(), refusal.reason.as_str(), report, kind))
@@ -28,7 +29,10 @@ fn refused(py: Python<'_>, refusal: &AdapterRefusal) -> PyErr {
 pub(crate) fn to_python(py: Python<'_>, error: &EngineError) -> PyErr {
     let message = error.to_string();
     match error {
-        EngineError::InvalidArgument(_) | EngineError::StructuredOutputs(_) => raise(py, "ValidationError", (message,)),
+        EngineError::InvalidArgument(_)
+        | EngineError::StructuredOutputs(_)
+        | EngineError::PromptTooLong { .. }
+        | EngineError::PriorityWithoutPolicy(_) => raise(py, "ValidationError", (message,)),
         EngineError::UnknownAdapter { .. } => raise(py, "UnknownAdapterError", (message,)),
         EngineError::AdapterRefused(refusal) => refused(py, refusal),
         EngineError::AdapterConflict { existing, .. } => {

@@ -11,7 +11,7 @@ use crate::auth::Keys;
 use crate::config::ServerConfig;
 use crate::error::{ApiError, ServerError};
 use crate::keys::{ApiKey, Caller, Running};
-use crate::metrics::Metrics;
+use crate::metrics::{Metrics, Rejection};
 use crate::resolver::Resolver;
 use crate::roots::LoraRoot;
 use crate::routes::Routing;
@@ -136,7 +136,7 @@ impl App {
     /// Admits `sequences` more, unless there are too many or the server is about to end.
     pub(crate) fn admit(self: &Arc<Self>, caller: &Caller, sequences: usize) -> Result<Pending, ApiError> {
         if self.is_draining() {
-            self.metrics.rejections().draining.fetch_add(1, Ordering::Relaxed);
+            self.metrics.rejections().count(Rejection::Draining);
             return Err(ApiError::unavailable("the server is shutting down and takes no new requests", 5));
         }
         let before = self.pending.fetch_add(sequences, Ordering::Relaxed);
@@ -144,7 +144,7 @@ impl App {
         match self.config.max_pending {
             // One request alone may always run, however many samples it wants.
             Some(most) if before > 0 && before.saturating_add(sequences) > most => {
-                self.metrics.rejections().full.fetch_add(1, Ordering::Relaxed);
+                self.metrics.rejections().count(Rejection::MaxPending);
                 Err(ApiError::unavailable(
                     format!(
                         "the server has `{before}` sequences waiting and running, and takes `{most}` at most (max_pending); try \
@@ -154,7 +154,11 @@ impl App {
                 ))
             }
             _ => {
-                admitted.running = caller.admit(sequences)?;
+                admitted.running = caller.admit(sequences).inspect_err(|error| {
+                    if let Some(reason) = error.rejection() {
+                        self.metrics.rejections().count(reason);
+                    }
+                })?;
                 Ok(admitted)
             }
         }

@@ -19,7 +19,8 @@ use crate::completions::{cache_salt, stop_reason};
 use crate::error::ApiError;
 use crate::events::{self, Maker as _, StreamOptions};
 use crate::fields::Fields;
-use crate::generation::Generation;
+use crate::generation::{Blame, Generation};
+use crate::identity;
 use crate::keys::Caller;
 use crate::logprobs::{self, ChatLogprobs, Speller};
 use crate::reasoning::{CLOSE, OPEN, Splitter};
@@ -58,7 +59,8 @@ impl Conversation {
         }
         let continue_final_message = fields.flag("continue_final_message")?.unwrap_or(false);
         let options = RenderOptions {
-            tools,
+            // Templates tell an empty list from none.
+            tools: tools.filter(|tools| tools.as_array().is_none_or(|tools| !tools.is_empty())),
             documents: fields.array("documents")?.map(Value::Array),
             add_generation_prompt: fields.flag("add_generation_prompt")?.unwrap_or(true),
             continue_final_message,
@@ -95,6 +97,8 @@ struct Asked {
     echo: bool,
     cache_salt: Option<String>,
     priority: i64,
+    /// The answer's.
+    id: String,
 }
 
 impl Asked {
@@ -106,7 +110,7 @@ impl Asked {
     }
 }
 
-fn read(app: &App, caller: &Caller, fields: &mut Fields) -> Result<Asked, ApiError> {
+fn read((app, caller): (&App, &Caller), headers: &HeaderMap, fields: &mut Fields) -> Result<Asked, ApiError> {
     let target = target::read(app, caller, fields)?;
     let stream = StreamOptions::read(fields)?;
     let generation = app.config.use_generation_config.then(|| &app.engine.info().generation);
@@ -164,7 +168,8 @@ fn read(app: &App, caller: &Caller, fields: &mut Fields) -> Result<Asked, ApiErr
         token_ids: fields.flag("return_token_ids")?.unwrap_or(false),
         echo: fields.flag("echo")?.unwrap_or(false),
         cache_salt: cache_salt(fields)?,
-        priority: fields.integer("priority")?.unwrap_or(0),
+        priority: identity::priority(headers, fields)?,
+        id: identity::answer_id("chatcmpl-", headers, fields)?,
     })
 }
 
@@ -178,10 +183,10 @@ pub(crate) async fn create(
     let answering = app.answering();
     let mut fields = body::read(&headers, body, app.config.max_body_bytes).await?;
     target::resolve(&app, &caller, &fields).await?;
-    let mut structured_by = structured::field(&fields);
-    let mut asked = read(&app, &caller, &mut fields)?;
+    let mut blame = Blame { prompt: "messages", structure: structured::field(&fields) };
+    let mut asked = read((&app, &caller), &headers, &mut fields)?;
     if asked.tools.are_demanded() {
-        structured_by = "tools";
+        blame.structure = "tools";
     }
     let (add_special_tokens, samples) = (asked.conversation.add_special_tokens, asked.params.n);
     let echoed = if asked.echo { last_content(&asked.conversation.messages) } else { String::new() };
@@ -203,10 +208,10 @@ pub(crate) async fn create(
         cache_salt: asked.cache_salt,
         tenant: caller.tenant(),
     };
-    let generation = Generation::start((&app, &caller), vec![request], asked.stream.is_some(), structured_by).await?;
+    let generation = Generation::start((&app, &caller), vec![request], asked.stream.is_some(), blame).await?;
     let version = generation.version.clone();
     let mut maker = Maker {
-        id: answer::fresh_id("chatcmpl-"),
+        id: asked.id,
         created: unix_time(),
         model: asked.target.name,
         echoed,

@@ -17,7 +17,8 @@ use crate::body;
 use crate::error::ApiError;
 use crate::events::{self, Maker as _, StreamOptions};
 use crate::fields::{Fields, tokens};
-use crate::generation::{self, Generation};
+use crate::generation::{self, Blame, Generation};
+use crate::identity;
 use crate::keys::Caller;
 use crate::logprobs::{self, CompletionLogprobs, Speller};
 use crate::sampling;
@@ -39,6 +40,8 @@ struct Asked {
     shape: Shape,
     cache_salt: Option<String>,
     priority: i64,
+    /// The answer's.
+    id: String,
 }
 
 /// What of the prompt an answer begins with.
@@ -132,7 +135,7 @@ pub(crate) fn cache_salt(fields: &mut Fields) -> Result<Option<String>, ApiError
     }
 }
 
-fn read(app: &App, caller: &Caller, fields: &mut Fields) -> Result<Asked, ApiError> {
+fn read((app, caller): (&App, &Caller), headers: &HeaderMap, fields: &mut Fields) -> Result<Asked, ApiError> {
     // First, so that a wrong name is what a request with a wrong name is told.
     let target = target::read(app, caller, fields)?;
     let stream = StreamOptions::read(fields)?;
@@ -177,7 +180,8 @@ fn read(app: &App, caller: &Caller, fields: &mut Fields) -> Result<Asked, ApiErr
         stream,
         shape,
         cache_salt: cache_salt(fields)?,
-        priority: fields.integer("priority")?.unwrap_or(0),
+        priority: identity::priority(headers, fields)?,
+        id: identity::answer_id("cmpl-", headers, fields)?,
     })
 }
 
@@ -191,9 +195,9 @@ pub(crate) async fn create(
     let answering = app.answering();
     let mut fields = body::read(&headers, body, app.config.max_body_bytes).await?;
     target::resolve(&app, &caller, &fields).await?;
-    let structured_by = structured::field(&fields);
-    let Asked { target, prompts, params, echo, logprobs, stream, shape, cache_salt, priority } =
-        read(&app, &caller, &mut fields)?;
+    let blame = Blame { prompt: "prompt", structure: structured::field(&fields) };
+    let Asked { target, prompts, params, echo, logprobs, stream, shape, cache_salt, priority, id } =
+        read((&app, &caller), &headers, &mut fields)?;
     let samples = params.n;
     // Each prompt gets all that was said of sampling.
     generation::check_size(prompts.len().saturating_mul(samples))?;
@@ -212,10 +216,10 @@ pub(crate) async fn create(
         tenant: caller.tenant(),
     };
     let requests = prompts.into_iter().map(request).collect();
-    let generation = Generation::start((&app, &caller), requests, stream.is_some(), structured_by).await?;
+    let generation = Generation::start((&app, &caller), requests, stream.is_some(), blame).await?;
     let version = generation.version.clone();
     let mut maker = Maker {
-        id: answer::fresh_id("cmpl-"),
+        id,
         created: unix_time(),
         model: target.name,
         samples,

@@ -3,10 +3,15 @@
 use axum::body::Body;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use manylora::EngineError;
 use manylora::model::ModelError;
 use manylora::model::error::RefusalKind;
+use manylora::{EngineError, FailureReason, LoadFault};
 use serde_json::{Value, json};
+
+use crate::metrics::Rejection;
+
+/// Seconds after which what failed for want of something on this machine may go well.
+const TRY_AGAIN_AFTER: u32 = 5;
 
 /// Why a server could not be made, or ended.
 #[derive(Debug, thiserror::Error)]
@@ -41,14 +46,17 @@ pub(crate) struct ApiError {
     param: Option<String>,
     /// Seconds, as a hint to whoever tries again.
     retry_after: Option<u32>,
+    rejection: Option<Rejection>,
 }
 
+/// What the engine calls the fields that prompts are in.
+pub(crate) const PROMPT: &str = "prompt";
 /// The field of the engine's own that says what an output is to be.
 pub(crate) const STRUCTURED_OUTPUTS: &str = "structured_outputs";
 
 impl ApiError {
     fn new(status: StatusCode, kind: &'static str, message: impl Into<String>) -> Self {
-        Self { status, kind, message: message.into(), param: None, retry_after: None }
+        Self { status, kind, message: message.into(), param: None, retry_after: None, rejection: None }
     }
 
     /// The request is wrong.
@@ -98,9 +106,9 @@ impl ApiError {
     }
 
     /// Whoever asks has asked too often, or for too much at once.
-    pub(crate) fn too_many(message: impl Into<String>, retry_after: u32) -> Self {
+    pub(crate) fn too_many(rejection: Rejection, message: impl Into<String>, retry_after: u32) -> Self {
         let error = Self::new(StatusCode::TOO_MANY_REQUESTS, "RateLimitError", message);
-        Self { retry_after: Some(retry_after), ..error }
+        Self { retry_after: Some(retry_after), rejection: Some(rejection), ..error }
     }
 
     /// Our own fault.
@@ -118,9 +126,15 @@ impl ApiError {
         Self { param: Some(param.into()), ..self }
     }
 
-    /// Names the field by which the output's structure was asked for, where that is to blame.
-    pub(crate) fn of_structure(self, field: &str) -> Self {
-        if self.param.as_deref() == Some(STRUCTURED_OUTPUTS) { self.about(field) } else { self }
+    /// Calls the field that is to blame `field`, where it is called `name`: what the engine knows by one name, requests say
+    /// in several fields.
+    pub(crate) fn renamed(self, name: &str, field: &str) -> Self {
+        if self.param.as_deref() == Some(name) { self.about(field) } else { self }
+    }
+
+    /// Why a request was turned away that may be taken another time.
+    pub(crate) fn rejection(&self) -> Option<Rejection> {
+        self.rejection
     }
 
     /// The envelope.
@@ -140,21 +154,68 @@ impl From<EngineError> for ApiError {
                     RefusalKind::NotFound => Self::not_found(message),
                     RefusalKind::Forbidden => Self::forbidden(message),
                     RefusalKind::Invalid => Self::bad_request(message),
+                    RefusalKind::Unavailable => Self::unavailable(message, TRY_AGAIN_AFTER),
                 };
                 Self { param: refusal.keys.first().cloned(), ..error }
             }
             EngineError::AdapterConflict { .. } | EngineError::AdapterOperation { .. } => {
                 Self::invalid_user_input(message)
             }
+            EngineError::RequestFailed(FailureReason::AdapterLoad(failure)) => {
+                let message = without_paths(&message);
+                let error = match failure.fault {
+                    LoadFault::Missing => Self::not_found(message),
+                    LoadFault::Forbidden => Self::forbidden(message),
+                    LoadFault::Invalid => Self::bad_request(message),
+                    LoadFault::Temporary => Self::unavailable(message, TRY_AGAIN_AFTER),
+                };
+                error.about("model")
+            }
             EngineError::UnloadTimeout { .. } => Self::new(StatusCode::CONFLICT, "ConflictError", message),
             EngineError::StructuredOutputs(_) => Self::bad_request(message).about(STRUCTURED_OUTPUTS),
-            EngineError::Busy(_) => Self::unavailable(message, 1),
+            EngineError::Busy(_) => {
+                Self { rejection: Some(Rejection::StructuredOutputs), ..Self::unavailable(message, 1) }
+            }
+            EngineError::PromptTooLong { .. } => Self::bad_request(message).about(PROMPT),
+            EngineError::PriorityWithoutPolicy(_) => Self::bad_request(message).about("priority"),
             EngineError::InvalidArgument(_)
             | EngineError::RequestFailed(_)
             | EngineError::Model(ModelError::ChatTemplate(_) | ModelError::Tokenizer(_)) => Self::bad_request(message),
             EngineError::Model(_) | EngineError::Kernel(_) | EngineError::Stopped(_) => Self::internal(message),
         }
     }
+}
+
+/// A message for users of the service, who need not know where its files lie: `<path>` for each absolute path.
+pub(crate) fn without_paths(message: &str) -> String {
+    let mut shown = String::with_capacity(message.len());
+    let mut rest = message;
+    while let Some(at) = rest.find('/') {
+        let before = rest[..at].chars().next_back();
+        let apart = before.is_none_or(|before| before.is_whitespace() || "`'\"(=:,".contains(before));
+        // Not the two of a URL.
+        let begins = apart && !rest[at + 1..].starts_with('/');
+        // Between marks a path may have spaces; elsewhere it ends with the word.
+        let quote = before.filter(|mark| "`'\"".contains(*mark));
+        let end = match quote.and_then(|mark| rest[at..].find(mark)) {
+            Some(length) => at + length,
+            None => {
+                let word = rest[at..].find(char::is_whitespace).map_or(rest.len(), |length| at + length);
+                at + rest[at..word].trim_end_matches([',', ';', ':', '.', ')', '`', '\'', '"']).len()
+            }
+        };
+        if begins && end > at + 1 {
+            shown.push_str(&rest[..at]);
+            shown.push_str("<path>");
+            rest = &rest[end..];
+        } else {
+            let past = at + rest[at..].len() - rest[at..].trim_start_matches('/').len();
+            shown.push_str(&rest[..past]);
+            rest = &rest[past..];
+        }
+    }
+    shown.push_str(rest);
+    shown
 }
 
 impl IntoResponse for ApiError {
@@ -174,5 +235,49 @@ impl IntoResponse for ApiError {
             headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
         response
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use manylora::LoadFailure;
+
+    use super::*;
+
+    #[test]
+    fn users_are_not_told_where_files_lie() {
+        for (message, shown) in [
+            ("`/srv/a b/adapter_config.json` could not be read: no", "`<path>` could not be read: no"),
+            ("there is no /root/x/y.json.", "there is no <path>."),
+            ("(/a/b), '/c d'; x=/e:", "(<path>), '<path>'; x=<path>:"),
+            (
+                "adapter `team/beta` has 3/4 of a / and a key base_model.model",
+                "adapter `team/beta` has 3/4 of a / and a key base_model.model",
+            ),
+            ("No adapter found for s3://bucket/a", "No adapter found for s3://bucket/a"),
+            ("an unclosed `/a/b and more", "an unclosed `<path> and more"),
+        ] {
+            assert_eq!(without_paths(message), shown);
+        }
+    }
+
+    #[test]
+    fn who_failed_to_load_an_adapter_decides_the_status() {
+        for (fault, status) in [
+            (LoadFault::Missing, 404),
+            (LoadFault::Forbidden, 403),
+            (LoadFault::Invalid, 400),
+            (LoadFault::Temporary, 503),
+        ] {
+            let failure = LoadFailure { fault, message: "`/srv/x` is not it".to_owned() };
+            let error = ApiError::from(EngineError::RequestFailed(FailureReason::AdapterLoad(failure)));
+            assert_eq!(error.retry_after.is_some(), status == 503);
+            let told = error.to_json();
+            assert_eq!(
+                (told["error"]["code"].clone(), told["error"]["param"].clone()),
+                (json!(status), json!("model"))
+            );
+            assert!(!told.to_string().contains("/srv"), "{told}");
+        }
     }
 }

@@ -56,7 +56,7 @@ impl Fields {
     /// The value as it is; None where it is absent or null.
     pub(crate) fn value(&mut self, name: &str) -> Option<Value> {
         #[cfg(test)]
-        asked::note(name);
+        asked::note(name, asked::How::Read);
         self.map.shift_remove(name).filter(|value| !value.is_null())
     }
 
@@ -123,7 +123,8 @@ impl Fields {
 
     /// Refuses what changes results and is not there yet; empty values pass.
     pub(crate) fn refuse(&mut self, name: &str, reason: &str) -> Result<(), ApiError> {
-        // Not through `value`: nobody is invited to send it.
+        #[cfg(test)]
+        asked::note(name, asked::How::Refused);
         match self.map.shift_remove(name) {
             Some(value) if !is_empty(&value) => {
                 let name = format!("{}{name}", self.path);
@@ -151,21 +152,29 @@ pub(crate) fn tokens(value: &Value) -> Option<Vec<u32>> {
 #[cfg(test)]
 pub(crate) mod asked {
     use std::cell::RefCell;
-    use std::collections::BTreeSet;
+    use std::collections::BTreeMap;
 
-    thread_local! {
-        static NAMES: RefCell<BTreeSet<String>> = const { RefCell::new(BTreeSet::new()) };
+    /// What becomes of a field.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub(crate) enum How {
+        Read,
+        /// Unless it is empty.
+        Refused,
     }
 
-    pub(super) fn note(name: &str) {
-        NAMES.with_borrow_mut(|names| names.insert(name.to_owned()));
+    thread_local! {
+        static NAMES: RefCell<BTreeMap<String, How>> = const { RefCell::new(BTreeMap::new()) };
+    }
+
+    pub(super) fn note(name: &str, how: How) {
+        NAMES.with_borrow_mut(|names| names.insert(name.to_owned(), how));
     }
 
     pub(crate) fn forget() {
         NAMES.take();
     }
 
-    pub(crate) fn names() -> BTreeSet<String> {
+    pub(crate) fn names() -> BTreeMap<String, How> {
         NAMES.with_borrow(Clone::clone)
     }
 }

@@ -8,7 +8,7 @@ use futures_util::stream::{SelectAll, Stream, StreamExt, select_all};
 use manylora::{Delta, EngineError, GenerateRequest, RequestStream};
 
 use crate::app::{App, Pending};
-use crate::error::ApiError;
+use crate::error::{ApiError, PROMPT, STRUCTURED_OUTPUTS};
 use crate::keys::Caller;
 use crate::metrics::Account;
 
@@ -41,54 +41,73 @@ impl Stream for Tagged {
     }
 }
 
+/// The fields that are to blame when something is wrong with what they say.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Blame {
+    /// Where the prompts are.
+    pub(crate) prompt: &'static str,
+    /// Where a structure of the outputs is asked for, if it is.
+    pub(crate) structure: &'static str,
+}
+
+impl Blame {
+    /// Names the field in an error of the engine's; a request that is turned away for a while is counted.
+    fn put(self, app: &App, error: ApiError) -> ApiError {
+        if let Some(reason) = error.rejection() {
+            app.metrics.rejections().count(reason);
+        }
+        error.renamed(PROMPT, self.prompt).renamed(STRUCTURED_OUTPUTS, self.structure)
+    }
+}
+
 /// One HTTP request's prompts in the engine. Dropping it aborts what still runs.
 pub(crate) struct Generation {
+    app: Arc<App>,
     /// Each prompt as token ids.
     pub(crate) prompts: Vec<Vec<u32>>,
-    /// Version of the adapter that serves it, if there is one.
+    /// Versions of the adapters that serve it, with commas between them; None for the base.
     pub(crate) version: Option<String>,
     first: Option<(usize, Delta)>,
     rest: SelectAll<Tagged>,
-    /// The field by which the outputs' structure was asked for.
-    structured_by: &'static str,
+    blame: Blame,
     account: Account,
     _pending: Pending,
 }
 
 impl Generation {
     /// Submits requests and waits for the first news, so that whatever keeps them from running is told before any byte of
-    /// an answer. With `streaming` false each sample arrives whole; `structured_by` is the field that asks for a structure of
-    /// the outputs, where one does.
+    /// an answer. With `streaming` false each sample arrives whole.
     pub(crate) async fn start(
         (app, caller): (&Arc<App>, &Caller),
         requests: Vec<GenerateRequest>,
         streaming: bool,
-        structured_by: &'static str,
+        blame: Blame,
     ) -> Result<Self, ApiError> {
         let sequences = requests.iter().fold(0_usize, |sum, request| sum.saturating_add(request.params.n));
         check_size(sequences)?;
         let pending = app.admit(caller, sequences)?;
         let mut account = Account::open(app, &requests);
         let submitted = app.blocking(move |app| app.engine.submit_all(requests, streaming)).await;
-        let streams = submitted.map_err(|error| error.of_structure(structured_by)).inspect_err(|_| account.void())?;
+        let streams = submitted.map_err(|error| blame.put(app, error)).inspect_err(|_| account.void())?;
         account.submitted(streams.iter().map(|stream| stream.prompt_token_ids().len()));
         let prompts = streams.iter().map(|stream| stream.prompt_token_ids().to_vec()).collect();
-        let bound = streams.first().and_then(|stream| stream.adapter_versions().first().cloned());
         let tagged = streams.into_iter().enumerate().map(|(prompt, stream)| Tagged { prompt, stream });
         let rest = select_all(tagged);
         let mut generation =
-            Self { prompts, version: None, first: None, rest, structured_by, account, _pending: pending };
+            Self { app: Arc::clone(app), prompts, version: None, first: None, rest, blame, account, _pending: pending };
         generation.first = generation.next().await.transpose()?;
-        generation.version = match bound {
-            Some((_, Some(version))) => Some(version.to_string()),
-            // Read for the first time: known by now.
-            Some((name, None)) => {
-                app.engine.adapter(&name).ok().and_then(|info| info.version).map(|version| version.to_string())
-            }
-            None => None,
-        };
+        generation.version = generation.bound_versions();
         generation.account.bound(generation.version.clone());
         Ok(generation)
+    }
+
+    /// What serves the prompt that had news first: the same as all others.
+    fn bound_versions(&self) -> Option<String> {
+        let (prompt, _) = self.first.as_ref()?;
+        let first = self.rest.iter().find(|tagged| tagged.prompt == *prompt)?;
+        let versions = first.stream.adapter_versions().into_iter().filter_map(|(_, version)| version);
+        let versions: Vec<String> = versions.map(|version| version.to_string()).collect();
+        (!versions.is_empty()).then(|| versions.join(", "))
     }
 
     /// News of a sample, with the number of its prompt; None when all have ended.
@@ -101,7 +120,7 @@ impl Generation {
             Ok(delta) => self.account.see(prompt, delta),
             Err(_) => self.account.fail(prompt),
         }
-        Some(delta.map(|delta| (prompt, delta)).map_err(|error| ApiError::from(error).of_structure(self.structured_by)))
+        Some(delta.map(|delta| (prompt, delta)).map_err(|error| self.blame.put(&self.app, ApiError::from(error))))
     }
 
     /// Waits for all samples; `[prompt][sample]`.

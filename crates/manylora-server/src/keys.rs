@@ -8,6 +8,7 @@ use serde::Deserialize;
 use sha2::{Digest as _, Sha256};
 
 use crate::error::{ApiError, ServerError};
+use crate::metrics::Rejection;
 
 /// A user's key and what it may do: an entry of a keys file.
 #[derive(Clone, Debug, Deserialize)]
@@ -150,6 +151,7 @@ impl User {
             }
             if self.running.load(Ordering::Relaxed) > most {
                 return Err(ApiError::too_many(
+                    Rejection::MaxConcurrent,
                     format!("`{}` may have `{most}` sequences at once; try again in a moment", key.name),
                     1,
                 ));
@@ -164,6 +166,7 @@ impl User {
             if allowance.left < 1.0 {
                 let seconds = ((1.0 - allowance.left) * 60.0 / rate).ceil();
                 return Err(ApiError::too_many(
+                    Rejection::RateLimit,
                     format!("`{}` may make `{rate}` requests per minute; the next one in {seconds} s", key.name),
                     seconds as u32,
                 ));

@@ -22,6 +22,7 @@ mod error;
 mod events;
 mod fields;
 mod generation;
+mod identity;
 mod keys;
 mod listener;
 mod logprobs;

@@ -29,7 +29,7 @@ pub(crate) async fn show(State(app): State<Arc<App>>) -> Result<Response, ApiErr
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeSet;
+    use std::collections::{BTreeMap, BTreeSet};
     use std::path::Path;
 
     use axum::Router;
@@ -40,7 +40,7 @@ mod tests {
 
     use super::*;
     use crate::config::ServerConfig;
-    use crate::fields::asked;
+    use crate::fields::asked::{self, How};
     use crate::routes::{Access, table};
 
     #[test]
@@ -91,7 +91,7 @@ mod tests {
     }
 
     /// Fields of a schema and of those that it is made of; of objects among them that are read like a body, theirs too.
-    fn properties(schema: &Value, document: &Value, found: &mut BTreeSet<String>) {
+    fn properties(schema: &Value, document: &Value, found: &mut BTreeMap<String, How>) {
         if let Some(target) = schema.get("$ref").and_then(Value::as_str) {
             let pointer = target.trim_start_matches('#');
             return properties(document.pointer(pointer).expect("a schema"), document, found);
@@ -100,8 +100,10 @@ mod tests {
             properties(part, document, found);
         }
         for (name, property) in schema.get("properties").and_then(Value::as_object).into_iter().flatten() {
-            found.insert(name.clone());
-            if matches!(name.as_str(), "stream_options" | "structured_outputs") {
+            let refused = property.to_string().contains(r##"{"$ref":"#/components/schemas/Refused""##);
+            let holds = matches!(name.as_str(), "stream_options" | "structured_outputs");
+            found.insert(name.clone(), if refused && !holds { How::Refused } else { How::Read });
+            if holds {
                 properties(property, document, found);
             }
         }
@@ -155,7 +157,7 @@ mod tests {
         // On this thread, where what is asked for is written down.
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
         let document = document().expect("JSON");
-        let mut read: std::collections::BTreeMap<&str, BTreeSet<String>> = std::collections::BTreeMap::new();
+        let mut read: BTreeMap<&str, BTreeMap<String, How>> = BTreeMap::new();
         for (path, body, status) in &bodies {
             asked::forget();
             assert_eq!(runtime.block_on(post(&router, path, body)).as_u16(), *status, "{path}");
@@ -165,7 +167,7 @@ mod tests {
             table().into_iter().filter(|route| route.access != Access::Anyone && route.methods.contains(&"post"));
         for route in posts {
             let content = &document["paths"][route.path]["post"]["requestBody"]["content"]["application/json"];
-            let mut described = BTreeSet::new();
+            let mut described = BTreeMap::new();
             properties(&content["schema"], &document, &mut described);
             assert_eq!(Some(&described), read.get(route.path), "{}", route.path);
         }

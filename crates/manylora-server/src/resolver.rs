@@ -2,20 +2,25 @@
 //!
 //! A name that leads nowhere is not looked for again for a moment, so that a client that keeps asking costs no disk; then it
 //! is, so that a folder that was still being written is found once it is whole.
+//!
+//! Whoever may ask may name anything, and what is found stays registered: a folder has one name, links that lead in a
+//! circle lead nowhere, and there is a bound on how many adapters are registered in this way.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::{Component, Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use manylora::{AdapterSource, EngineError, EngineHandle};
 
-use crate::error::{ApiError, ServerError};
+use crate::error::{ApiError, ServerError, without_paths};
 
 /// How long a name that led nowhere is not looked for again.
 const FORGOTTEN_AFTER: Duration = Duration::from_secs(2);
 /// Names that are remembered as leading nowhere.
 const MOST_REMEMBERED: usize = 1024;
+/// Adapters that are registered by being asked for.
+const MOST_FOUND: usize = 65_536;
 
 /// What was found under a name.
 #[derive(Clone, Debug)]
@@ -44,6 +49,24 @@ impl Miss {
 pub(crate) struct Resolver {
     root: PathBuf,
     missed: Mutex<HashMap<String, (Instant, Miss)>>,
+    found: Mutex<Found>,
+}
+
+/// Names that were registered here, no more than so many at a time.
+#[derive(Debug)]
+struct Found {
+    most: usize,
+    names: HashSet<String>,
+}
+
+impl Found {
+    /// Whether one more may be registered, where `exists` says which of the others still are.
+    fn has_room(&mut self, exists: impl Fn(&str) -> bool) -> bool {
+        if self.names.len() >= self.most {
+            self.names.retain(|name| exists(name));
+        }
+        self.names.len() < self.most
+    }
 }
 
 impl Resolver {
@@ -55,7 +78,11 @@ impl Resolver {
                 root.display()
             ))
         })?;
-        Ok(Self { root, missed: Mutex::default() })
+        Ok(Self {
+            root,
+            missed: Mutex::default(),
+            found: Mutex::new(Found { most: MOST_FOUND, names: HashSet::new() }),
+        })
     }
 
     /// Registers the adapter of a name, if there is one. Looks at files: not for the threads that serve.
@@ -63,18 +90,19 @@ impl Resolver {
         if let Some(miss) = self.remembered(name) {
             return miss.error(name).map_or(Ok(()), Err);
         }
-        let miss = match self.find(name) {
+        let miss = match self.find(name).and_then(|path| self.check_room(engine).map(|()| path)) {
             Ok(path) => match engine
                 .register_adapter(AdapterSource { root: Some(name.to_owned()), ..AdapterSource::directory(name, path) })
             {
                 Ok(_) => {
                     self.lock().remove(name);
+                    self.found().names.insert(name.to_owned());
                     return Ok(());
                 }
                 // Somebody else was first, with a folder or by hand: the name leads somewhere.
                 Err(EngineError::AdapterConflict { .. }) => return Ok(()),
                 Err(EngineError::Stopped(reason)) => return Err(EngineError::Stopped(reason).into()),
-                Err(error) => Miss::Refused(error.to_string()),
+                Err(error) => Miss::Refused(without_paths(&error.to_string())),
             },
             Err(miss) => miss,
         };
@@ -82,15 +110,37 @@ impl Resolver {
         miss.error(name).map_or(Ok(()), Err)
     }
 
+    fn check_room(&self, engine: &EngineHandle) -> Result<(), Miss> {
+        let mut found = self.found();
+        if found.has_room(|name| engine.adapter(name).is_ok()) {
+            return Ok(());
+        }
+        Err(Miss::Refused(format!(
+            "`{}` adapters were found by being asked for, and no more are; unload some of them, or register this one",
+            found.most
+        )))
+    }
+
     /// The real folder of a name, if it lies below the root.
     fn find(&self, name: &str) -> Result<PathBuf, Miss> {
         let relative = Path::new(name);
-        let plain = relative.components().all(|part| matches!(part, Component::Normal(_)));
-        if name.trim().is_empty() || !plain {
+        // `a//b`, `a/./b` and `a/` would be further names of the same folder.
+        let parts: Option<Vec<&str>> = relative
+            .components()
+            .map(|part| if let Component::Normal(part) = part { part.to_str() } else { None })
+            .collect();
+        let Some(parts) = parts.filter(|parts| !name.trim().is_empty() && parts.join("/") == name) else {
             return Err(Miss::Missing);
+        };
+        let (mut path, mut passed) = (self.root.clone(), HashSet::from([self.root.clone()]));
+        for part in parts {
+            path = path.join(part).canonicalize().map_err(|_| Miss::Missing)?;
+            // Where a link leads back to a folder that was passed, the way could be gone round and round.
+            if !path.starts_with(&self.root) || !passed.insert(path.clone()) {
+                return Err(Miss::Missing);
+            }
         }
-        let path = self.root.join(relative).canonicalize().map_err(|_| Miss::Missing)?;
-        if !path.starts_with(&self.root) || path == self.root || !path.is_dir() {
+        if !path.is_dir() {
             return Err(Miss::Missing);
         }
         let config = path.join("adapter_config.json");
@@ -108,8 +158,12 @@ impl Resolver {
         }
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<String, (Instant, Miss)>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<String, (Instant, Miss)>> {
         self.missed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn found(&self) -> MutexGuard<'_, Found> {
+        self.found.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn remembered(&self, name: &str) -> Option<Miss> {
@@ -125,5 +179,22 @@ impl Resolver {
         if missed.len() < MOST_REMEMBERED {
             missed.insert(name.to_owned(), (Instant::now(), miss));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn so_many_are_found_and_what_was_unloaded_makes_room() {
+        let mut found = Found { most: 2, names: HashSet::new() };
+        for name in ["a", "b"] {
+            assert!(found.has_room(|_| true));
+            found.names.insert(name.to_owned());
+        }
+        assert!(!found.has_room(|_| true));
+        assert!(found.has_room(|name| name == "b"));
+        assert_eq!(found.names.len(), 1);
     }
 }

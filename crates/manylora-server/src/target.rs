@@ -10,6 +10,11 @@ use crate::error::ApiError;
 use crate::fields::Fields;
 use crate::keys::Caller;
 
+/// Fields of other servers that name one adapter.
+const SINGLE: [&str; 3] = ["adapter_id", "lora_path", "lora_name"];
+/// Adapters that a request may list.
+const MOST_LISTED: usize = 64;
+
 /// Whom a request is for.
 #[derive(Clone, Debug)]
 pub(crate) struct Target {
@@ -30,18 +35,40 @@ pub(crate) async fn resolve(app: &Arc<App>, caller: &Caller, fields: &Fields) ->
     if app.resolver.is_none() {
         return Ok(());
     }
-    for field in ["model", "adapter_id", "lora_path", "lora_name"] {
-        let given = fields.peek(field).and_then(Value::as_str);
-        let unknown = |name: &&str| caller.may_name(name) && find(app, caller, name).is_none();
-        let Some(name) = given.filter(unknown) else { continue };
-        let (app, name) = (Arc::clone(app), name.to_owned());
-        let looked = tokio::task::spawn_blocking(move || match &app.resolver {
-            Some(resolver) => resolver.resolve(&app.engine, &name),
-            None => Ok(()),
-        });
-        looked.await.map_err(|_| ApiError::internal("looking for an adapter failed; please report this"))??;
+    let sought: Vec<String> = given_names(fields).filter(|name| find(app, caller, name).is_none()).collect();
+    if sought.is_empty() {
+        return Ok(());
     }
-    Ok(())
+    let (app, caller) = (Arc::clone(app), caller.clone());
+    let looked = tokio::task::spawn_blocking(move || {
+        let Some(resolver) = &app.resolver else { return Ok(()) };
+        for given in sought {
+            for name in readings(&app, &given).filter(|name| caller.may_name(name)) {
+                resolver.resolve(&app.engine, name)?;
+                if app.engine.adapter(name).is_ok() {
+                    break;
+                }
+            }
+        }
+        Ok(())
+    });
+    looked.await.map_err(|_| ApiError::internal("looking for an adapter failed; please report this"))?
+}
+
+/// The names in a request that may be adapters', as they are given; of a list no more than any request may combine.
+fn given_names(fields: &Fields) -> impl Iterator<Item = String> {
+    let single = SINGLE.iter().filter_map(|field| fields.peek(field)?.as_str());
+    let list = fields.peek("lora").and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
+    let listed = list.iter().take(MOST_LISTED).filter_map(|item| item.get("id")?.as_str());
+    fields.peek("model").and_then(Value::as_str).into_iter().chain(single).chain(listed).map(str::to_owned)
+}
+
+/// The adapters that `name` can stand for, the first of them that there is: itself, and what follows the base's name in
+/// `base:adapter`, as SGLang has it. Both may have colons of their own.
+fn readings<'a>(app: &'a App, name: &'a str) -> impl Iterator<Item = &'a str> {
+    let ends = name.match_indices(':').map(|(at, _)| (&name[..at], &name[at + 1..]));
+    let pairs = ends.filter(|(base, _)| app.names.iter().any(|name| name == base));
+    std::iter::once(name).chain(pairs.map(|(_, adapter)| adapter))
 }
 
 /// Reads `model`, `lora_scale`, and what other servers call the same.
@@ -93,29 +120,29 @@ pub(crate) fn find(app: &App, caller: &Caller, name: &str) -> Option<Target> {
     if app.names.iter().any(|base| base == name) {
         return Some(Target { name: name.to_owned(), adapters: Vec::new() });
     }
-    let adapter = |adapter: &str| {
+    readings(app, name).find(|adapter| exists(adapter)).map(|adapter| {
         let selection = AdapterSelection { name: adapter.to_owned(), scale: 1.0 };
         Target { name: name.to_owned(), adapters: vec![selection] }
-    };
-    if exists(name) {
-        return Some(adapter(name));
-    }
-    // `base:adapter`, as SGLang has it. Both may have colons of their own.
-    let ends = name.match_indices(':').map(|(at, _)| (&name[..at], &name[at + 1..]));
-    let mut pairs = ends.filter(|(base, _)| app.names.iter().any(|name| name == base));
-    pairs.find(|(_, named)| exists(named)).map(|(_, named)| adapter(named))
+    })
 }
 
 /// The selectors of other servers: the same names in other fields. They may not say something else than `model` does.
 fn selected(app: &App, caller: &Caller, target: Target, fields: &mut Fields) -> Result<Target, ApiError> {
     let mut chosen: Option<(&str, Vec<AdapterSelection>)> = None;
-    for field in ["adapter_id", "lora_path", "lora_name"] {
+    for field in SINGLE {
         if let Some(name) = fields.text(field)? {
             let adapter = one(app, caller, field, &name, 1.0)?;
             chosen = Some((field, vec![adapter]));
         }
     }
     if let Some(list) = fields.array("lora")? {
+        if list.len() > MOST_LISTED {
+            return Err(ApiError::bad_request(format!(
+                "`lora` lists `{}` adapters, one request may combine {MOST_LISTED} at most",
+                list.len()
+            ))
+            .about("lora"));
+        }
         let adapters = list.iter().map(|item| of_list(app, caller, item)).collect::<Result<Vec<_>, _>>()?;
         chosen = Some(("lora", adapters));
     }

@@ -1,7 +1,8 @@
 //! Errors of the engine: each says what failed, with the value, and what to do.
 
-use manylora_core::{CoreError, FailureReason};
+use manylora_core::{CoreError, FailureReason, LoadFailure, LoadFault};
 use manylora_kernels::KernelError;
+use manylora_model::error::RefusalKind;
 use manylora_model::{AdapterRefusal, ModelError};
 
 use crate::registry::AdapterOrigin;
@@ -18,6 +19,22 @@ pub enum EngineError {
     /// Too much is under way just now.
     #[error("{0}")]
     Busy(String),
+    /// A prompt leaves no room for output. What it begins with is what clients know such errors by.
+    #[error(
+        "This model's maximum context length is {max_model_len} tokens. However, your request has {tokens} input tokens, and \
+         at least one of output is to follow them. Please shorten the prompt, or raise max_model_len."
+    )]
+    PromptTooLong {
+        /// Tokens it has.
+        tokens: usize,
+        /// Tokens that it may have with its output.
+        max_model_len: usize,
+    },
+    /// A request has a priority, and priorities are not what decides whose turn it is.
+    #[error(
+        "Got priority {0} but priority scheduling is not enabled: start the engine with scheduling_policy='priority'"
+    )]
+    PriorityWithoutPolicy(i64),
     /// A request names an adapter that is not on the shelf.
     #[error("adapter `{name}` is not loaded; loaded: {loaded}")]
     UnknownAdapter {
@@ -80,12 +97,33 @@ pub enum EngineError {
 }
 
 impl EngineError {
+    /// What requests are told whose adapter could not be read.
+    pub(crate) fn load_failure(&self) -> LoadFailure {
+        let fault = match self {
+            Self::AdapterRefused(refusal) => match refusal.kind {
+                RefusalKind::NotFound => LoadFault::Missing,
+                RefusalKind::Forbidden => LoadFault::Forbidden,
+                RefusalKind::Invalid => LoadFault::Invalid,
+                RefusalKind::Unavailable => LoadFault::Temporary,
+            },
+            Self::Kernel(_) | Self::Stopped(_) | Self::Model(ModelError::Io { .. } | ModelError::Kernel(_)) => {
+                LoadFault::Temporary
+            }
+            _ => LoadFault::Invalid,
+        };
+        LoadFailure { fault, message: self.to_string() }
+    }
+
     /// The same error for another caller who waited for the same thing.
     pub(crate) fn for_another(&self) -> Self {
         match self {
             Self::InvalidArgument(message) => Self::InvalidArgument(message.clone()),
             Self::StructuredOutputs(message) => Self::StructuredOutputs(message.clone()),
             Self::Busy(message) => Self::Busy(message.clone()),
+            Self::PromptTooLong { tokens, max_model_len } => {
+                Self::PromptTooLong { tokens: *tokens, max_model_len: *max_model_len }
+            }
+            Self::PriorityWithoutPolicy(priority) => Self::PriorityWithoutPolicy(*priority),
             Self::AdapterRefused(refusal) => Self::AdapterRefused(refusal.clone()),
             Self::AdapterConflict { what, existing, origin, version } => Self::AdapterConflict {
                 what: what.clone(),

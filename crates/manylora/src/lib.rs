@@ -39,7 +39,9 @@ pub use engine::{
 pub use error::EngineError;
 pub use manylora_core::eviction::EvictionPolicyKind;
 pub use manylora_core::sampling::{LogprobsMode, StructuredOutputs};
-pub use manylora_core::{Digest, FinishReason, SamplingParams, SchedulingPolicy, UnloadMode};
+pub use manylora_core::{
+    Digest, FailureReason, FinishReason, LoadFailure, LoadFault, SamplingParams, SchedulingPolicy, UnloadMode,
+};
 pub use manylora_model as model;
 pub use registry::{AdapterInfo, AdapterOrigin, AdapterSource, AdapterTensors};
 pub use request::{AdapterSelection, GenerateRequest, Prompt};

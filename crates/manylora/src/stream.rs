@@ -67,6 +67,8 @@ struct State {
     /// Whether an error ended the stream: its samples that still run are of no use.
     failed: bool,
     waker: Option<Waker>,
+    /// Versions of the adapters that it was submitted with, from the moment that they are bound.
+    bound: Option<Vec<Option<Digest>>>,
 }
 
 /// The engine's end of the stream.
@@ -96,6 +98,11 @@ impl StreamSender {
             state.queue.push_back(Err(error));
         }
         self.wake(state);
+    }
+
+    /// Says which versions serve. All samples have the same.
+    pub(crate) fn bind(&self, versions: impl FnOnce() -> Vec<Option<Digest>>) {
+        self.0.lock().bound.get_or_insert_with(versions);
     }
 
     fn wake(&self, mut state: MutexGuard<'_, State>) {
@@ -144,10 +151,15 @@ impl RequestStream {
         &self.prompt_token_ids
     }
 
-    /// The adapters that it was submitted with, by name, and the versions that it is bound to: None for one whose tensors had
-    /// not been read then.
-    pub fn adapter_versions(&self) -> &[(String, Option<Digest>)] {
-        &self.adapter_versions
+    /// The adapters that it was submitted with, by name, and the versions that serve it, whatever the names stand for by
+    /// now. From the first delta on they are known; before, None stands for one whose tensors were never read. It stays
+    /// None for one at scale 0, which serves nothing.
+    pub fn adapter_versions(&self) -> Vec<(&str, Option<Digest>)> {
+        let state = self.shared.lock();
+        let bound = state.bound.as_deref().unwrap_or_default();
+        let bound = bound.iter().copied().chain(std::iter::repeat(None));
+        let submitted = self.adapter_versions.iter();
+        submitted.zip(bound).map(|((name, version), bound)| (name.as_str(), bound.or(*version))).collect()
     }
 
     /// Waits for the next delta; None when all samples have finished.

@@ -11,7 +11,7 @@ use std::sync::{Barrier, Mutex};
 use std::time::Duration;
 
 use common::{Answer, Oracle, adapter_path, answers, engine, greedy, in_memory, load, oracle_root, request};
-use manylora::{AdapterSource, Digest, Engine, EngineError, FinishReason, ReadHook, UnloadMode};
+use manylora::{AdapterSelection, AdapterSource, Digest, Engine, EngineError, FinishReason, ReadHook, UnloadMode};
 
 fn answer(engine: &Engine, oracle: &Oracle, adapter: Option<&str>) -> Answer {
     answers(engine, vec![request(&oracle.prompt("mid"), adapter, greedy(6))]).remove(0)
@@ -214,6 +214,37 @@ fn a_27_a_slow_replacement_leaves_no_gap() {
         assert_eq!(answer(&engine, &oracle, Some("slow")), beta, "requests after the reply use the new version");
         running.abort();
     });
+}
+
+/// P2: a request that waits for its adapter's first read is told the version that serves it, whatever its name stands for
+/// by then.
+#[test]
+fn a_27_who_waited_is_told_which_version_serves() {
+    let oracle = Oracle::open("llama");
+    let (hook, gate) = Gate::hook("slow");
+    let engine = engine(&oracle, |config| config.before_read = Some(hook));
+    load(&engine, &oracle, &["alpha", "beta"]);
+    let version = |name| engine.adapter(name).expect("known").version;
+    let [alpha, beta] = ["alpha", "beta"].map(version);
+    engine.register_adapter(source(&oracle, "slow", "alpha")).expect("registered");
+    let mut asked = request(&oracle.prompt("mid"), Some("slow"), greedy(6));
+    asked.adapters.push(AdapterSelection { name: "beta".to_owned(), scale: 1.0 });
+    asked.adapters.push(AdapterSelection { name: "gamma".to_owned(), scale: 0.0 });
+    engine.register_adapter(source(&oracle, "gamma", "gamma")).expect("registered");
+    let mut waiting = engine.submit(asked).expect("queued");
+    assert_eq!(waiting.adapter_versions(), [("slow", None), ("beta", beta), ("gamma", None)]);
+    gate.wait_for_a_read();
+    std::thread::scope(|scope| {
+        // Another version takes the name; its read comes second, and ends second.
+        let replaced = scope.spawn(|| engine.replace_adapter(source(&oracle, "slow", "beta"), None));
+        gate.wait_for_a_read();
+        gate.let_go();
+        gate.let_go();
+        replaced.join().expect("no panic").expect("replaced");
+    });
+    assert_eq!(version("slow"), beta);
+    waiting.next_delta().expect("a delta").expect("a token");
+    assert_eq!(waiting.adapter_versions(), [("slow", alpha), ("beta", beta), ("gamma", None)]);
 }
 
 /// what is broken is refused with a reason and not remembered: it can be registered once it is whole.

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -268,13 +269,15 @@ def _register(llm: LLM, modules: list[tuple[str, str]], base_names: list[str]) -
             raise ValidationError(f"The lora adapter '{name}' conflicts with a served base model.")
     if not modules:
         return
+    begun = time.monotonic()
     registered = llm.llm_engine.register_all([(name, None, path) for name, path in modules])
     match [result for result in registered if isinstance(result, ManyLoRAError)]:
         case [error]:
             raise error
         case [_, *_] as errors:
             raise ValidationError(f"{len(errors)} adapters cannot be served:\n" + "\n".join(map(str, errors)))
-    logger.info("%d adapters registered; each is read when a request first names it", len(modules))
+    seconds = time.monotonic() - begun
+    logger.info("%d adapters registered in %.2f s; each is read when a request first names it", len(modules), seconds)
 
 
 def _fetcher(engine: dict[str, Any]) -> Callable[[str, str], tuple[str, str]]:

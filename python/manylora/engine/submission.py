@@ -60,11 +60,6 @@ def submit(
 
     """
     ordered = [priority_of(item) for item in priorities]
-    if any(ordered) and not engine.settings.has_priorities:
-        raise ValidationError(
-            f"Got priority {next(filter(None, ordered))} but priority scheduling is not enabled: "
-            "give LLM() scheduling_policy='priority'"
-        )
     for item in params:
         if not isinstance(item, SamplingParams):
             raise ValidationError(f"sampling_params must be SamplingParams, got {type(item).__name__}")

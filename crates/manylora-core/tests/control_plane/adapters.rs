@@ -8,7 +8,7 @@ use crate::driver::{BLOCK_BYTES, Driver, Ending, config, digest, prompt};
 
 fn load_failure(driver: &Driver, request: RequestId) -> String {
     match driver.ending(request) {
-        Some(Ending::Failed(FailureReason::AdapterLoad(message))) => message.clone(),
+        Some(Ending::Failed(FailureReason::AdapterLoad(failure))) => failure.message.clone(),
         other => panic!("{other:?}"),
     }
 }

@@ -258,7 +258,7 @@ impl Driver {
                 load_seconds: (self.load_seconds)(content),
                 ..LoadedAdapter::new(digest(content), bytes)
             }),
-            None => Err("file is gone".to_owned()),
+            None => Err("file is gone".to_owned().into()),
         };
         let read = result.as_ref().ok().map(|loaded| loaded.digest);
         self.handle(Event::LoadFinished { registration, result });

@@ -23,7 +23,8 @@ fn what_is_given_from_memory_stays_until_it_is_unloaded() {
     let large = driver.register(5, 101);
     let request = driver.submit(&prompt(1, 4), 4, &[large]);
     match driver.ending(request) {
-        Some(Ending::Failed(FailureReason::AdapterLoad(message))) => {
+        Some(Ending::Failed(FailureReason::AdapterLoad(failure))) => {
+            let message = failure.message.as_str();
             assert!(message.contains("`201`") && message.contains("`200`"), "{message}");
         }
         other => panic!("{other:?}"),

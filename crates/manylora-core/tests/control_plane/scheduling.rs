@@ -361,11 +361,11 @@ fn events_about_the_unknown_are_harmless() {
         driver.handle(Event::Pin(registration));
         driver.handle(Event::Unpin(registration));
         driver.handle(Event::Unload { registration, mode: UnloadMode::Abort });
-        driver.handle(Event::LoadFinished { registration, result: Err("no".to_owned()) });
+        driver.handle(Event::LoadFinished { registration, result: Err("no".to_owned().into()) });
         let lost = driver.submit(&prompt(1, 4), 4, &[registration]);
         assert_eq!(driver.ending(lost), Some(&Ending::Failed(FailureReason::AdapterUnloaded)));
     }
-    driver.handle(Event::LoadFinished { registration: adapter, result: Err("not ordered".to_owned()) });
+    driver.handle(Event::LoadFinished { registration: adapter, result: Err("not ordered".to_owned().into()) });
     driver.handle(Event::Register { registration: adapter, bytes: 1, rereadable: true });
     driver.handle(Event::Register { registration: far, bytes: 1, rereadable: true });
     let _ = driver.core.next_registration();

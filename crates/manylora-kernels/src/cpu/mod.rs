@@ -9,6 +9,7 @@ mod adapter;
 mod ahead;
 mod argmax;
 mod attention;
+mod clock;
 mod embed;
 mod exp;
 mod expand;
@@ -34,6 +35,7 @@ mod x86;
 use std::sync::{Arc, Mutex};
 
 pub use adapter::{CpuAdapter, packed_adapter_bytes};
+pub use clock::ThreadClock;
 pub use factor_measure::{FactorMeasure, FactorMeter};
 pub use kv_cache::{KvCache, attention_scratch_bytes, kv_block_bytes};
 pub use level::{LEVEL_VARIABLE, SimdLevel};

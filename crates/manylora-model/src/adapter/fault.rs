@@ -32,11 +32,18 @@ impl Fault {
 
     /// A failed file operation.
     pub(super) fn io(path: &Path, error: &io::Error) -> Self {
+        use io::ErrorKind::{
+            FileTooLarge, InvalidData, InvalidFilename, InvalidInput, IsADirectory, NotADirectory, NotFound,
+            PermissionDenied, UnexpectedEof,
+        };
         let reason = format!("`{}` could not be read: {error}", path.display());
         match error.kind() {
-            io::ErrorKind::NotFound => Self::not_found(reason),
-            io::ErrorKind::PermissionDenied => Self::forbidden(reason),
-            _ => Self::invalid(reason),
+            NotFound => Self::not_found(reason),
+            PermissionDenied => Self::forbidden(reason),
+            // What is there is not what it should be.
+            FileTooLarge | InvalidData | InvalidFilename | InvalidInput | IsADirectory | NotADirectory
+            | UnexpectedEof => Self::invalid(reason),
+            _ => Self { kind: RefusalKind::Unavailable, ..Self::invalid(reason) },
         }
     }
 
@@ -71,4 +78,21 @@ impl Fault {
 pub(super) fn listed<S: AsRef<str>>(items: &[S], shown: usize) -> String {
     let text = items.iter().take(shown).map(|item| format!("`{}`", item.as_ref())).collect::<Vec<_>>().join(", ");
     if items.len() > shown { format!("{text} and {} more", items.len() - shown) } else { text }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_the_system_says_decides_the_kind() {
+        let kind = |error: io::Error| Fault::io(Path::new("x"), &error).kind;
+        assert_eq!(kind(io::ErrorKind::NotFound.into()), RefusalKind::NotFound);
+        assert_eq!(kind(io::ErrorKind::PermissionDenied.into()), RefusalKind::Forbidden);
+        assert_eq!(kind(io::ErrorKind::NotADirectory.into()), RefusalKind::Invalid);
+        // EIO and EMFILE: a failing disk, too many open files.
+        for code in [5, 24] {
+            assert_eq!(kind(io::Error::from_raw_os_error(code)), RefusalKind::Unavailable, "{code}");
+        }
+    }
 }

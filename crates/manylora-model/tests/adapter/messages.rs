@@ -11,6 +11,7 @@ fn line(name: &str, refusal: &AdapterRefusal) -> String {
         RefusalKind::NotFound => "not found",
         RefusalKind::Forbidden => "forbidden",
         RefusalKind::Invalid => "invalid",
+        RefusalKind::Unavailable => "unavailable",
     };
     let root = oracle().display().to_string();
     format!("{name} ({kind})\n  {}\n  keys {:?}\n", refusal.to_string().replace(&root, "<oracle>"), refusal.keys)

@@ -55,16 +55,35 @@ struct RequestMeters {
     longest: Distribution,
 }
 
-/// Requests that were turned away.
-#[derive(Debug, Default)]
-pub(crate) struct Rejections {
-    pub(crate) full: AtomicU64,
-    pub(crate) draining: AtomicU64,
+/// Why a request is turned away that may be taken another time.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Rejection {
+    /// The server has as many sequences as it takes.
+    MaxPending,
+    /// It takes none any more.
+    Draining,
+    /// The key's owner has as many sequences as its entry permits.
+    MaxConcurrent,
+    /// Or has made as many requests in a minute.
+    RateLimit,
+    /// Too many grammars wait to be compiled, or the machine has no time for one.
+    StructuredOutputs,
 }
 
+/// In the order of [`Rejection`].
+const REJECTIONS: [&str; 5] = ["max_pending", "draining", "max_concurrent", "rate_limit", "structured_outputs"];
+
+/// Requests that were turned away.
+#[derive(Debug, Default)]
+pub(crate) struct Rejections([AtomicU64; REJECTIONS.len()]);
+
 impl Rejections {
-    fn series(&self) -> [(&'static str, u64); 2] {
-        [("max_pending", self.full.load(Ordering::Relaxed)), ("draining", self.draining.load(Ordering::Relaxed))]
+    pub(crate) fn count(&self, reason: Rejection) {
+        self.0[reason as usize].fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn series(&self) -> [(&'static str, u64); REJECTIONS.len()] {
+        std::array::from_fn(|index| (REJECTIONS[index], self.0[index].load(Ordering::Relaxed)))
     }
 }
 
@@ -141,7 +160,7 @@ struct Seen {
     stats: EngineStats,
     adapters: AdapterTable,
     requests: RequestMeters,
-    rejections: [(&'static str, u64); 2],
+    rejections: [(&'static str, u64); REJECTIONS.len()],
     config: manylora::EngineConfig,
     info: EngineInfo,
     most_series: usize,

@@ -95,18 +95,25 @@ fn cache_config(seen: &Seen) -> Labels {
     ]
 }
 
+/// Names with commas between them, no more than `most`. Whoever reads them takes them apart at the commas, so that a name
+/// with one in it would be two that nobody has.
+fn listed(names: &[String], most: usize) -> String {
+    let names: Vec<&str> = names.iter().map(String::as_str).filter(|name| !name.contains(',')).take(most).collect();
+    names.join(",")
+}
+
 /// Those about adapters, which have no such labels.
 pub(super) fn write_adapters(page: &mut Page<'_>, seen: &Seen) -> fmt::Result {
     let (stats, meters) = (&seen.stats, &seen.stats.meters);
     let most = seen.max_adapters().to_string();
     let requests = vec![
         label("max_lora", &most),
-        label("waiting_lora_adapters", &stats.waiting_adapters.join(",")),
-        label("running_lora_adapters", &stats.running_adapters.join(",")),
+        label("waiting_lora_adapters", &listed(&stats.waiting_adapters, seen.most_series)),
+        label("running_lora_adapters", &listed(&stats.running_adapters, seen.most_series)),
     ];
     page.gauges(
         "vllm:lora_requests_info",
-        "Adapters with requests that wait and that run; the value is the time",
+        "Adapters with requests that wait and that run, but for names with commas in them; the value is the time",
         [(requests, unix_time() as f64)],
     )?;
     let tier = seen.tier();
@@ -140,4 +147,16 @@ pub(super) fn write_adapters(page: &mut Page<'_>, seen: &Seen) -> fmt::Result {
         "Share of the bytes that adapters can take which they have",
         stats.adapter_bytes as f64 / room,
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_can_be_taken_apart_and_have_a_bound() {
+        let names: Vec<String> = ["a", "a,b", "c", "d"].map(str::to_owned).to_vec();
+        assert_eq!(listed(&names, 10), "a,c,d");
+        assert_eq!(listed(&names, 2), "a,c");
+    }
 }

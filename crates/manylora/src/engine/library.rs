@@ -372,11 +372,11 @@ impl Library {
             (Err(error), _) => Err(error),
         };
         let result = result.map_err(|error| {
-            let message = error.to_string();
+            let failure = error.load_failure();
             if let Some(shelved) = self.shelved.get_mut(&registration).filter(|shelved| shelved.arriving) {
                 shelved.failure = Some(error);
             }
-            message
+            failure
         });
         core.handle(Event::LoadFinished { registration, result });
     }
@@ -384,7 +384,7 @@ impl Library {
     /// The control plane wants a registration read.
     pub(super) fn order_load(&mut self, registration: RegistrationId, core: &mut Core<'_>) {
         let Some(shelved) = self.shelved.get_mut(&registration) else {
-            let result = Err("the registration is unknown".to_owned());
+            let result = Err("the registration is unknown".to_owned().into());
             return core.handle(Event::LoadFinished { registration, result });
         };
         let job = match (shelved.given.take(), shelved.version) {
@@ -404,7 +404,7 @@ impl Library {
             }
         };
         if self.jobs.send(job).is_err() {
-            let result = Err(loader_gone().to_string());
+            let result = Err(loader_gone().load_failure());
             core.handle(Event::LoadFinished { registration, result });
         }
     }
@@ -451,6 +451,11 @@ impl Library {
     /// What a registration is, or was, called.
     pub(super) fn name_of(&self, registration: RegistrationId) -> Option<&str> {
         self.shelved.get(&registration).map(|shelved| shelved.source.name.as_str())
+    }
+
+    /// The version that a registration is; None while its content was never read.
+    pub(super) fn version_of(&self, registration: RegistrationId) -> Option<Digest> {
+        self.shelved.get(&registration).and_then(|shelved| shelved.version)
     }
 
     /// Bytes of the adapter in a slot.

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
 
-use manylora_core::FinishReason;
 use manylora_core::sampling::{LogprobCount, LogprobsMode};
+use manylora_core::{Digest, FinishReason, RegistrationId};
 use manylora_kernels::ListedValues;
 use manylora_model::tokenizer::{Detokenizer, StopChecker};
 
@@ -12,7 +12,7 @@ use super::meters::{Course, Meters};
 use crate::error::EngineError;
 use crate::sampler::{RowNeed, SamplerScratch, SequenceSampler, TokenLogprobs, token_logprobs};
 use crate::stream::{Delta, StopReason, StreamSender};
-use crate::structure::Constraint;
+use crate::structure::{Constraint, Fault};
 
 /// Text of a sequence: absent when the request does not want any.
 pub(crate) struct TextState {
@@ -68,6 +68,7 @@ pub(crate) struct RunningSequence {
     text: Option<TextState>,
     prompt: Arc<Vec<u32>>,
     prompt_logprobs: Option<(LogprobCount, LogprobsMode)>,
+    adapters: Vec<RegistrationId>,
     stream: Option<StreamSender>,
     capture: Option<Capture>,
     /// Whether deltas are sent as they come, or one when the sequence has finished.
@@ -90,6 +91,8 @@ pub(crate) struct SequenceSetup {
     pub(crate) text: Option<TextState>,
     pub(crate) prompt: Arc<Vec<u32>>,
     pub(crate) prompt_logprobs: Option<(LogprobCount, LogprobsMode)>,
+    /// Adapters of the request, in its order.
+    pub(crate) adapters: Vec<RegistrationId>,
     pub(crate) stream: Option<StreamSender>,
     pub(crate) capture: Option<Capture>,
     pub(crate) streaming: bool,
@@ -110,6 +113,7 @@ impl RunningSequence {
             text: setup.text,
             prompt: setup.prompt,
             prompt_logprobs: setup.prompt_logprobs,
+            adapters: setup.adapters,
             stream: setup.stream,
             capture: setup.capture,
             streaming: setup.streaming,
@@ -119,6 +123,13 @@ impl RunningSequence {
             pending,
             failure: None,
             ended: false,
+        }
+    }
+
+    /// Tells the caller which versions its adapters are from now to its end.
+    pub(crate) fn bind(&self, version_of: impl Fn(RegistrationId) -> Option<Digest>) {
+        if let Some(stream) = self.stream.as_ref().filter(|_| !self.adapters.is_empty()) {
+            stream.bind(|| self.adapters.iter().map(|&adapter| version_of(adapter)).collect());
         }
     }
 
@@ -186,8 +197,14 @@ impl RunningSequence {
     /// Appends a token and its text; true if it ends the sequence.
     pub(crate) fn push_token(&mut self, token: u32) -> bool {
         if let Some(fault) = self.sampler.fault() {
-            let message = format!("the structured output cannot go on: {fault}; simplify what it must be");
-            self.failure = Some(EngineError::StructuredOutputs(message));
+            self.failure = Some(match fault {
+                Fault::Grammar(reason) => EngineError::StructuredOutputs(format!(
+                    "the structured output cannot go on: {reason}; simplify what it must be"
+                )),
+                Fault::Machine(reason) => {
+                    EngineError::Busy(format!("the structured output cannot go on: {reason}; try again in a moment"))
+                }
+            });
             return true;
         }
         self.generated += 1;

@@ -1,12 +1,13 @@
 //! From a [`GenerateRequest`] to sequences: everything that can be wrong with a request is found here, on the caller's
 //! thread, before anything is queued.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::sync_channel;
 
 use manylora_core::sampling::{DEFAULT_MAX_N, LogprobCount, SamplingLimits};
-use manylora_core::{AdapterUse, NewRequest, RequestId, SamplingParams};
+use manylora_core::{AdapterUse, NewRequest, RequestId, SamplingParams, SchedulingPolicy};
 use manylora_model::tokenizer::{Detokenizer, StopChecker};
 
 use super::command::Command;
@@ -44,6 +45,7 @@ pub(crate) fn submit(
 ) -> Result<Vec<RequestStream>, EngineError> {
     // Prompts of one call have the same parameters most of the time, and those may be large.
     let mut last: Option<(Arc<SamplingParams>, Arc<Sampling>)> = None;
+    let mut names = HashMap::new();
     let mut checked = Vec::with_capacity(requests.len());
     for request in requests {
         let known = last.take().filter(|(params, _)| Arc::ptr_eq(params, &request.params));
@@ -52,7 +54,7 @@ pub(crate) fn submit(
             None => Arc::new(check_sampling(shared, &request.params)?),
         };
         last = Some((Arc::clone(&request.params), Arc::clone(&sampling)));
-        checked.push(check(shared, request, sampling)?);
+        checked.push(check(shared, request, sampling, &mut names)?);
     }
     checked.into_iter().map(|request| queue(shared, request, streaming)).collect()
 }
@@ -67,7 +69,7 @@ pub(crate) fn logits(
     let mut request = GenerateRequest::tokens(tokens).params(params);
     request.adapters = adapters.to_vec();
     let sampling = Arc::new(check_sampling(shared, &request.params)?);
-    let checked = check(shared, request, sampling)?;
+    let checked = check(shared, request, sampling, &mut HashMap::new())?;
     let (reply, answer) = sync_channel(1);
     let capture = Capture { values: Vec::with_capacity(tokens.len() * shared.spec.vocab_size), reply };
     let key = RandomKey::of_request(0, 0);
@@ -79,6 +81,7 @@ pub(crate) fn logits(
         text: None,
         prompt: Arc::clone(&checked.prompt),
         prompt_logprobs: None,
+        adapters: Vec::new(),
         stream: None,
         capture: Some(capture),
         streaming: false,
@@ -89,6 +92,9 @@ pub(crate) fn logits(
     let values = answer.recv().unwrap_or_else(|_| Err(shared.stopped_error()))?;
     Ok(Logits { rows: tokens.len(), vocab_size: shared.spec.vocab_size, values })
 }
+
+/// What names stand for in requests that are submitted together: the same in all of them.
+type Resolved = HashMap<String, Entry>;
 
 fn check_sampling(shared: &Shared, params: &SamplingParams) -> Result<Sampling, EngineError> {
     let limits = SamplingLimits {
@@ -119,13 +125,21 @@ fn check_sampling(shared: &Shared, params: &SamplingParams) -> Result<Sampling, 
     Ok(Sampling { params, bad_words, grammar })
 }
 
-fn check(shared: &Shared, request: GenerateRequest, sampling: Arc<Sampling>) -> Result<Checked, EngineError> {
+fn check(
+    shared: &Shared,
+    request: GenerateRequest,
+    sampling: Arc<Sampling>,
+    names: &mut Resolved,
+) -> Result<Checked, EngineError> {
+    if request.priority != 0 && shared.config.scheduling_policy != SchedulingPolicy::Priority {
+        return Err(EngineError::PriorityWithoutPolicy(request.priority));
+    }
     let prompt = match request.prompt {
         Prompt::Tokens(tokens) => tokens,
         Prompt::Text { text, add_special_tokens } => shared.tokenizer()?.encode(&text, add_special_tokens)?,
     };
     check_prompt(&prompt, shared.spec.vocab_size, shared.info.max_model_len)?;
-    let (adapters, holds) = resolve(shared, &request.adapters)?.into_iter().unzip();
+    let (adapters, holds) = resolve(shared, &request.adapters, names)?.into_iter().unzip();
     Ok(Checked {
         prompt: Arc::new(prompt),
         sampling,
@@ -150,16 +164,16 @@ fn check_prompt(prompt: &[u32], vocab_size: usize, max_model_len: usize) -> Resu
         )));
     }
     if prompt.len() >= max_model_len {
-        return Err(EngineError::InvalidArgument(format!(
-            "The prompt has `{}` tokens, and with at least one token of output that is longer than max_model_len \
-             `{max_model_len}`; shorten it or raise max_model_len.",
-            prompt.len()
-        )));
+        return Err(EngineError::PromptTooLong { tokens: prompt.len(), max_model_len });
     }
     Ok(())
 }
 
-fn resolve(shared: &Shared, adapters: &[AdapterSelection]) -> Result<Vec<(AdapterUse, Entry)>, EngineError> {
+fn resolve(
+    shared: &Shared,
+    adapters: &[AdapterSelection],
+    names: &mut Resolved,
+) -> Result<Vec<(AdapterUse, Entry)>, EngineError> {
     if !adapters.is_empty() && !shared.config.enable_lora {
         return Err(EngineError::InvalidArgument(format!(
             "Got lora_request for `{}` but LoRA is not enabled!",
@@ -182,7 +196,14 @@ fn resolve(shared: &Shared, adapters: &[AdapterSelection]) -> Result<Vec<(Adapte
                     adapter.name, adapter.scale
                 )));
             }
-            let entry = shared.registry.resolve(&adapter.name)?;
+            let entry = match names.get(&adapter.name) {
+                Some(entry) => entry.clone(),
+                None => {
+                    let entry = shared.registry.resolve(&adapter.name)?;
+                    names.insert(adapter.name.clone(), entry.clone());
+                    entry
+                }
+            };
             Ok((AdapterUse { registration: entry.registration, scale: adapter.scale, first_active: 0 }, entry))
         })
         .collect()
@@ -223,6 +244,7 @@ fn queue(shared: &Arc<Shared>, request: Checked, streaming: bool) -> Result<Requ
                 text: text_state(shared, &request.prompt, params)?,
                 prompt: Arc::clone(&request.prompt),
                 prompt_logprobs,
+                adapters: request.adapters.iter().map(|adapter| adapter.registration).collect(),
                 stream: Some(sender.clone()),
                 capture: None,
                 streaming,

@@ -270,7 +270,11 @@ impl Worker {
             Effect::Evict { slot, digest } => {
                 self.library.evict(slot, digest, self.runner.as_mut());
             }
-            Effect::LeaseBound(_) => {}
+            Effect::LeaseBound(request) => {
+                if let Some(sequence) = self.running.get(&request) {
+                    sequence.bind(|registration| self.library.version_of(registration));
+                }
+            }
             Effect::RequestFailed { request, reason } => {
                 if let Some(mut sequence) = self.running.remove(&request) {
                     self.meters.ended.error += 1;

@@ -30,7 +30,7 @@ use history::{BadWords, Penalties};
 use logprobs::Listed;
 use selection::{Filters, SelectionScratch};
 
-use crate::structure::Constraint;
+use crate::structure::{Constraint, Fault};
 
 pub use arithmetic::argmax;
 pub use history::bad_word_sequences;
@@ -175,7 +175,7 @@ impl SequenceSampler {
     }
 
     /// Why the structure of the output can be followed no further, if it cannot.
-    pub(crate) fn fault(&self) -> Option<&str> {
+    pub(crate) fn fault(&self) -> Option<&Fault> {
         self.constraint.as_ref()?.fault()
     }
 

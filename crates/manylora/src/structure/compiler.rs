@@ -79,9 +79,15 @@ impl Monitor<State> {
 }
 
 /// Compiles grammars, and keeps them.
-#[derive(Default)]
 pub(super) struct Compiler {
     shared: Arc<Monitor<State>>,
+    patience: Duration,
+}
+
+impl Default for Compiler {
+    fn default() -> Self {
+        Self { shared: Arc::default(), patience: PATIENCE }
+    }
 }
 
 impl Compiler {
@@ -120,7 +126,7 @@ impl Compiler {
         words: &StructuredOutputs,
         compile: impl FnOnce() -> Outcome + Send + 'static,
     ) -> (MutexGuard<'a, State>, Result<Outcome, EngineError>) {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + self.patience;
         let mut compile = Some(compile);
         let mut joined: Option<Arc<Flight>> = None;
         loop {
@@ -147,17 +153,16 @@ impl Compiler {
             }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                let seconds = PATIENCE.as_secs();
-                let refusal = if joined.is_some() {
-                    refuse(format!(
-                        "structured_outputs cannot be used: compiling it takes more than {seconds} s; simplify it, or try again later"
-                    ))
+                let seconds = self.patience.as_secs();
+                let message = if joined.is_some() {
+                    format!("compiling structured_outputs takes more than {seconds} s; simplify it, or try again later")
                 } else {
-                    Err(EngineError::Busy(format!(
+                    format!(
                         "structured_outputs has waited more than {seconds} s for others to be compiled; try again in a moment"
-                    )))
+                    )
                 };
-                return (state, refusal);
+                // How much of the time was its own is up to what else the machine does.
+                return (state, Err(EngineError::Busy(message)));
             }
             state = self.shared.wait_timeout(state, left);
         }
@@ -180,7 +185,9 @@ impl Compiler {
         };
         match Builder::new().name("manylora-grammar".to_owned()).stack_size(STACK).spawn(body) {
             Ok(_) => Ok(flight),
-            Err(error) => refuse(format!("structured_outputs cannot be compiled: no thread could be started: {error}")),
+            Err(error) => Err(EngineError::Busy(format!(
+                "structured_outputs cannot be compiled now: no thread could be started: {error}; try again in a moment"
+            ))),
         }
     }
 }
@@ -266,6 +273,22 @@ mod tests {
         compiler.shared.lock().waiting -= 1;
         let told = compiler.compile(&words("a"), || Err("no such thing".to_owned()));
         assert!(matches!(told, Err(EngineError::StructuredOutputs(_))));
+    }
+
+    #[test]
+    fn what_takes_longer_than_its_requests_wait_may_be_asked_for_again() {
+        let compiler = Compiler { patience: Duration::from_millis(100), ..Compiler::default() };
+        let (go, wait) = std::sync::mpsc::channel::<()>();
+        let refused = compiler.compile(&words("x"), move || {
+            let _ = wait.recv();
+            Err("done".to_owned())
+        });
+        assert!(matches!(refused, Err(EngineError::Busy(_))));
+        // It goes on, and whoever asks again waits for the same.
+        assert_eq!(compiler.shared.lock().flights.len(), 1);
+        drop(go);
+        let told = compiler.compile(&words("x"), || Err("anew".to_owned()));
+        assert!(told.is_err());
     }
 
     #[test]

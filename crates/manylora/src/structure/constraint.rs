@@ -1,7 +1,7 @@
 //! One sequence under a grammar: which tokens may come next, and whether it is complete.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use llguidance::Matcher;
 use toktrie::SimpleVob;
@@ -10,10 +10,19 @@ use super::{Grammar, watch};
 
 /// Tokens of a word of the mask.
 const WORD: usize = 32;
-/// What a token may cost in the long run, on the thread that everybody waits for.
+/// What a token may cost in the long run, on the thread that everybody waits for: time that the work has had a processor.
 const PER_TOKEN: Duration = Duration::from_millis(15);
 /// What may be spent beyond that before the sequence fails.
 const BEYOND: Duration = Duration::from_millis(500);
+
+/// Why a grammar can be followed no further.
+#[derive(Clone, Debug)]
+pub(crate) enum Fault {
+    /// It is the grammar's.
+    Grammar(String),
+    /// The machine had no time for it.
+    Machine(String),
+}
 
 /// The state of one sequence. It sees the tokens that were accepted, in their order.
 pub(crate) struct Constraint {
@@ -22,7 +31,7 @@ pub(crate) struct Constraint {
     matcher: Option<Matcher>,
     /// The tokens that may come next, once it is known.
     permitted: Option<SimpleVob>,
-    fault: Option<String>,
+    fault: Option<Fault>,
     /// What was spent beyond [`PER_TOKEN`] and not saved since.
     overspent: Duration,
 }
@@ -53,17 +62,22 @@ impl Constraint {
 
     /// Lets the matcher do something, for as long as one may.
     fn work<T, E: std::fmt::Display>(&mut self, does: impl FnOnce(&mut Matcher) -> Result<T, E>) -> Option<T> {
-        let begun = Instant::now();
         let matcher = self.matcher.get_or_insert_with(|| self.grammar.matcher());
-        let done = self.grammar.watch.within(matcher.cancellation_handle(), || does(matcher));
-        self.overspent += begun.elapsed();
-        match done {
+        let (done, worked) = self.grammar.watch.within(matcher.cancellation_handle(), || does(matcher));
+        self.overspent += worked;
+        let fault = match done {
             Ok(done) => return Some(done),
-            Err(_) if matcher.is_cancelled() => {
-                self.fail(&format!("what may come next takes more than {} ms to find", watch::LIMIT.as_millis()));
+            Err(_) if matcher.is_cancelled() && worked >= watch::LIMIT => {
+                Fault::Grammar(format!("what may come next takes more than {} ms to find", watch::LIMIT.as_millis()))
             }
-            Err(error) => self.fail(&error.to_string()),
-        }
+            Err(_) if matcher.is_cancelled() => Fault::Machine(format!(
+                "the machine had {} ms in {} s to find what may come next",
+                worked.as_millis(),
+                watch::LONGEST_WAIT.as_secs()
+            )),
+            Err(error) => Fault::Grammar(error.to_string().replace("<non-verbose/>", "").trim().to_owned()),
+        };
+        self.fail(fault);
         None
     }
 
@@ -115,10 +129,10 @@ impl Constraint {
         self.work(|matcher| matcher.consume_token(token));
         self.overspent = self.overspent.saturating_sub(PER_TOKEN);
         if self.overspent > BEYOND {
-            self.fail(&format!(
+            self.fail(Fault::Grammar(format!(
                 "what may come next takes more than {} ms to find, time after time",
                 PER_TOKEN.as_millis()
-            ));
+            )));
         }
     }
 
@@ -128,12 +142,12 @@ impl Constraint {
     }
 
     /// Why the grammar can be followed no further, if it cannot.
-    pub(crate) fn fault(&self) -> Option<&str> {
-        self.fault.as_deref()
+    pub(crate) fn fault(&self) -> Option<&Fault> {
+        self.fault.as_ref()
     }
 
-    fn fail(&mut self, reason: &str) {
-        self.fault = Some(reason.replace("<non-verbose/>", "").trim().to_owned());
+    fn fail(&mut self, fault: Fault) {
+        self.fault = Some(fault);
         self.matcher = None;
     }
 }

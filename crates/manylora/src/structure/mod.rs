@@ -32,7 +32,7 @@ use manylora_model::tokenizer::Tokenizer;
 use compiler::Compiler;
 use watch::Watch;
 
-pub(crate) use constraint::Constraint;
+pub(crate) use constraint::{Constraint, Fault};
 pub(crate) use grammar::Grammar;
 
 use crate::error::EngineError;
@@ -90,7 +90,8 @@ impl Structure {
 
     fn tools(&self, tokenizer: &Tokenizer) -> Result<Arc<Tools>, String> {
         let factory = vocabulary::factory(tokenizer, self.vocab_size, &self.end_tokens)?;
-        let watch = Watch::start().map_err(|error| format!("no thread could be started: {error}"))?;
+        let watch =
+            Watch::start(watch::LONGEST_WAIT).map_err(|error| format!("no thread could be started: {error}"))?;
         Ok(Arc::new(Tools { factory, watch: Arc::new(watch) }))
     }
 }
