@@ -13,11 +13,11 @@ use serde_json::Value;
 
 use crate::answer::{self, ToldUsage, Usage};
 use crate::app::{App, unix_time};
-use crate::body;
 use crate::error::ApiError;
 use crate::events::{self, Events, StreamOptions, Writer};
 use crate::fields::{Fields, tokens};
 use crate::generation::{self, Generation};
+use crate::json::Ids;
 use crate::keys::Caller;
 use crate::logprobs::{self, CompletionLogprobs, Speller};
 use crate::sampling;
@@ -93,6 +93,11 @@ pub(crate) fn stop_reason(reason: Option<StopReason>) -> Value {
 
 fn prompts(fields: &mut Fields) -> Result<Vec<Prompt>, ApiError> {
     let add_special_tokens = fields.flag("add_special_tokens")?.unwrap_or(true);
+    match fields.ids("prompt") {
+        Some(Ids::One(ids)) => return Ok(vec![Prompt::Tokens(ids)]),
+        Some(Ids::Many(all)) => return Ok(all.into_iter().map(Prompt::Tokens).collect()),
+        None => {}
+    }
     let Some(value) = fields.value("prompt") else {
         return Err(
             ApiError::bad_request("`prompt` is missing; give text, token ids, or an array of them").about("prompt")
@@ -188,13 +193,14 @@ pub(crate) async fn create(
     body: Body,
 ) -> Result<Response, ApiError> {
     let answering = app.answering();
-    let mut fields = body::read(&headers, body, app.config.max_body_bytes).await?;
+    let mut fields = app.read(&headers, body).await?;
     target::resolve(&app, &caller, &fields).await?;
     let Asked { target, prompts, params, echo, logprobs, stream, shape, cache_salt, priority } =
         read(&app, &caller, &mut fields)?;
+    let room = fields.take_room();
+    drop(fields);
     let samples = params.n;
-    // Each prompt gets all that was said of sampling.
-    generation::check_size(prompts.len().saturating_mul(samples))?;
+    let pending = generation::admit(&app, &caller, prompts.len(), &params)?;
     let texts = prompts.iter().map(|prompt| match prompt {
         Prompt::Text { text, .. } if echo.prompt => Some(text.clone()),
         _ => None,
@@ -209,7 +215,7 @@ pub(crate) async fn create(
         tenant: caller.tenant(),
     };
     let requests = prompts.into_iter().map(request).collect();
-    let generation = Generation::start((&app, &caller), requests, stream.is_some()).await?;
+    let generation = Generation::start((&app, &caller, pending), requests, room, stream.is_some()).await?;
     let version = generation.version.clone();
     let mut maker = Maker {
         id: answer::fresh_id("cmpl-"),

@@ -73,7 +73,6 @@ pub(crate) fn same(a: &[u8; 32], b: &[u8; 32]) -> bool {
 /// A key in use.
 #[derive(Debug)]
 pub(crate) struct User {
-    digest: [u8; 32],
     /// None for a key that is only a key.
     named: Option<ApiKey>,
     running: Arc<AtomicUsize>,
@@ -89,27 +88,22 @@ struct Allowance {
 
 impl User {
     /// A key that may do all that users may.
-    pub(crate) fn plain(key: &str) -> Self {
-        Self { digest: digest(key), named: None, running: Arc::default(), allowance: Self::fresh(0.0) }
+    pub(crate) fn plain() -> Self {
+        Self { named: None, running: Arc::default(), allowance: Self::fresh(0.0) }
     }
 
-    /// A key of a keys file. What its owner has running, and has used up, stays from `before`.
-    pub(crate) fn named(key: ApiKey, before: &[Arc<Self>]) -> Result<Self, ServerError> {
+    /// A key of a keys file. What its owner has running, and has used up, stays from `before`, which is theirs.
+    pub(crate) fn named(key: ApiKey, before: Option<&Self>) -> Result<Self, ServerError> {
         key.check()?;
-        let known = before.iter().find(|user| user.tenant() == Some(&key.name));
-        let (running, allowance) = match known {
+        let (running, allowance) = match before {
             Some(user) => (Arc::clone(&user.running), Arc::clone(&user.allowance)),
             None => (Arc::default(), Self::fresh(key.requests_per_minute.unwrap_or(0.0))),
         };
-        Ok(Self { digest: digest(&key.key), named: Some(key), running, allowance })
+        Ok(Self { named: Some(key), running, allowance })
     }
 
     fn fresh(left: f64) -> Arc<Mutex<Allowance>> {
         Arc::new(Mutex::new(Allowance { left, since: Instant::now() }))
-    }
-
-    pub(crate) fn is(&self, given: &[u8; 32]) -> bool {
-        same(&self.digest, given)
     }
 
     /// Whom its requests are charged to.
@@ -218,7 +212,7 @@ mod tests {
 
     fn user(key: &str) -> Arc<User> {
         let key: ApiKey = serde_json::from_str(key).expect("a key");
-        Arc::new(User::named(key, &[]).expect("a good key"))
+        Arc::new(User::named(key, None).expect("a good key"))
     }
 
     #[test]
@@ -256,8 +250,8 @@ mod tests {
         assert_eq!(told["error"]["code"], 429);
         let again: ApiKey =
             serde_json::from_str(r#"{"name": "a", "key": "new", "requests_per_minute": 3}"#).expect("a key");
-        let reloaded = Arc::new(User::named(again, &[user]).expect("a good key"));
-        assert!(reloaded.admit(1).is_err() && reloaded.is(&digest("new")));
+        let reloaded = Arc::new(User::named(again, Some(&user)).expect("a good key"));
+        assert!(reloaded.admit(1).is_err());
     }
 
     #[test]
@@ -270,7 +264,7 @@ mod tests {
             r#"{"name": "a", "key": "k", "weight": -1}"#,
         ] {
             let key: ApiKey = serde_json::from_str(wrong).expect("a key");
-            assert!(User::named(key, &[]).is_err(), "{wrong}");
+            assert!(User::named(key, None).is_err(), "{wrong}");
         }
         assert!(serde_json::from_str::<ApiKey>(r#"{"name": "a", "key": "k", "adaptors": []}"#).is_err());
     }

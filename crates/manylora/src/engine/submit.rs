@@ -7,7 +7,7 @@ use std::sync::mpsc::sync_channel;
 
 use manylora_core::sampling::{DEFAULT_MAX_N, LogprobCount, SamplingLimits};
 use manylora_core::{AdapterUse, NewRequest, RequestId, SamplingParams};
-use manylora_model::tokenizer::{Detokenizer, StopChecker};
+use manylora_model::tokenizer::{Detokenizer, StopChecker, StopStrings};
 
 use super::command::Command;
 use super::handle::{Logits, Shared};
@@ -26,6 +26,7 @@ struct Checked {
     adapters: Vec<AdapterUse>,
     holds: Vec<Entry>,
     bad_words: Vec<Vec<u32>>,
+    stops: Arc<StopStrings>,
     grammar: Option<Arc<Grammar>>,
     priority: i64,
     cache_salt: Option<String>,
@@ -91,7 +92,11 @@ fn check(shared: &Shared, request: GenerateRequest) -> Result<Checked, EngineErr
     }
     let prompt = match request.prompt {
         Prompt::Tokens(tokens) => tokens,
-        Prompt::Text { text, add_special_tokens } => shared.tokenizer()?.encode(&text, add_special_tokens)?,
+        Prompt::Text { text, add_special_tokens } => {
+            let tokenizer = shared.tokenizer()?;
+            check_text(&text, tokenizer.fewest_tokens(&text), shared.info.max_model_len)?;
+            tokenizer.encode(&text, add_special_tokens)?
+        }
     };
     check_prompt(&prompt, vocab_size, shared.info.max_model_len)?;
     if params.detokenize {
@@ -110,6 +115,7 @@ fn check(shared: &Shared, request: GenerateRequest) -> Result<Checked, EngineErr
         prompt: Arc::new(prompt),
         adapters,
         holds,
+        stops: Arc::new(StopStrings::new(std::mem::take(&mut params.stop))),
         params,
         bad_words,
         grammar,
@@ -117,6 +123,19 @@ fn check(shared: &Shared, request: GenerateRequest) -> Result<Checked, EngineErr
         cache_salt: request.cache_salt,
         tenant: request.tenant,
     })
+}
+
+/// Refuses what cannot fit, however it is encoded: encoding takes time, and far more memory than the text.
+fn check_text(text: &str, fewest_tokens: usize, max_model_len: usize) -> Result<(), EngineError> {
+    if fewest_tokens < max_model_len {
+        return Ok(());
+    }
+    Err(EngineError::InvalidArgument(format!(
+        "This model's maximum context length is {max_model_len} tokens. The prompt has `{}` bytes of text, which are \
+         `{fewest_tokens}` tokens at least, and with one token of output that is longer than max_model_len; shorten it or raise \
+         max_model_len.",
+        text.len()
+    )))
 }
 
 fn check_prompt(prompt: &[u32], vocab_size: usize, max_model_len: usize) -> Result<(), EngineError> {
@@ -202,7 +221,7 @@ fn queue(shared: &Arc<Shared>, request: Checked, streaming: bool) -> Result<Requ
                 max_tokens: core.max_tokens,
                 sampler: sampler(shared, &request, key),
                 stop_tokens: stop_tokens(shared, &request.params),
-                text: text_state(shared, &request.prompt, &request.params)?,
+                text: text_state(shared, &request)?,
                 prompt: Arc::clone(&request.prompt),
                 prompt_logprobs,
                 stream: Some(sender.clone()),
@@ -259,13 +278,14 @@ fn stop_tokens(shared: &Shared, params: &SamplingParams) -> StopTokens {
     }
 }
 
-fn text_state(shared: &Shared, prompt: &[u32], params: &SamplingParams) -> Result<Option<TextState>, EngineError> {
+fn text_state(shared: &Shared, request: &Checked) -> Result<Option<TextState>, EngineError> {
+    let Checked { prompt, params, stops, .. } = request;
     if !params.detokenize {
         return Ok(None);
     }
     let tokenizer = shared.tokenizer()?;
     let detokenizer =
         Detokenizer::after_prompt(tokenizer, prompt, params.skip_special_tokens, params.spaces_between_special_tokens)?;
-    let stops = StopChecker::new(params.stop.clone(), params.include_stop_str_in_output);
+    let stops = StopChecker::new(Arc::clone(stops), params.include_stop_str_in_output);
     Ok(Some(TextState { detokenizer: Some(detokenizer), stops }))
 }
