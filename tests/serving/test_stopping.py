@@ -73,7 +73,12 @@ def test_what_comes_while_it_stops_is_told_to_go_elsewhere(start_server: StartSe
         except ConnectionError:
             break
         time.sleep(0.02)
-    bodies = (b'{"prompt": [5]}', b'{"messages": [{"role": "user", "content": "x"}]}', b'{"prompt": "x"}', b'{"tokens": [5]}')
+    bodies = (
+        b'{"prompt": [5]}',
+        b'{"messages": [{"role": "user", "content": "x"}]}',
+        b'{"prompt": "x"}',
+        b'{"tokens": [5]}',
+    )
     for connection, body in zip(late, bodies, strict=True):
         answer = end(connection, body)
         assert answer.startswith("HTTP/1.1 503 "), answer

@@ -162,7 +162,10 @@ fn parse_keys(json: &str) -> Result<Vec<ApiKey>, ServerError> {
 }
 
 fn failed(py: Python<'_>, error: &ServerError) -> PyErr {
-    to_python(py, &EngineError::InvalidArgument(error.to_string()))
+    match error {
+        ServerError::EngineStopped(error) => to_python(py, error),
+        error => to_python(py, &EngineError::InvalidArgument(error.to_string())),
+    }
 }
 
 /// Reads a keys file, which may take long: not for the thread that waits for signals.
