@@ -110,7 +110,13 @@ LISTENING = (
     _no_effect("disable_frontend_multiprocessing", False, _LOCAL_PROCESS),
     _no_effect("h11_max_incomplete_event_size", None, "heads of requests have a limit of their own"),
     _no_effect("h11_max_header_count", None, "heads of requests have a limit of their own"),
-    _honoured("max_body_bytes", 32 << 20, Kind.COUNT, "largest body of a request (the default is 32 MiB)", ours=True),
+    _honoured(
+        "max_body_bytes",
+        32 << 20,
+        Kind.COUNT,
+        "largest body of a request (the default is 32 MiB); large ones come to twice that together",
+        ours=True,
+    ),
     _honoured(
         "max_pending",
         4096,
@@ -140,7 +146,8 @@ ACCESS = (
         None,
         Kind.PATH,
         "YAML or JSON list of users' keys: name, key, and perhaps adapters, base, requests_per_minute, "
-        "max_concurrent and weight; read again on SIGHUP, which gives nobody back what was used up of a limit",
+        "max_concurrent and weight; read again on SIGHUP, which gives nobody back what was used up of a limit; "
+        "with one, /metrics needs a key that sees all",
         ours=True,
     ),
     _honoured("admin_api_key", None, Kind.TEXT, "key for loading, unloading and pinning adapters", ours=True),

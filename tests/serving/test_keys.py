@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
+import socket
+import subprocess
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,7 @@ MODULES = ("--lora-modules", *(f"{name}={ADAPTERS / name}" for name in ("alpha",
 
 
 def write(path: Path, *entries: str) -> None:
-    path.write_text("keys:\n" + "".join(f"  - {entry}\n" for entry in entries))
+    path.write_text("keys:\n" + ("" if entries else "  []\n") + "".join(f"  - {entry}\n" for entry in entries))
 
 
 @pytest.fixture
@@ -60,6 +64,14 @@ def reload(server: Server, path: Path, *entries: str) -> None:
     while server.client.get("/v1/models", headers=headers).status_code != 200:
         assert time.monotonic() < deadline, server.log
         time.sleep(0.02)
+
+
+def reload_until(server: Server, is_done: Callable[[], bool], patience: float = 20) -> None:
+    server.process.send_signal(signal.SIGHUP)
+    deadline = time.monotonic() + patience
+    while not is_done() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert is_done()
 
 
 def test_a_48_each_key_has_its_adapters(start_server: StartServer, file: Path) -> None:
@@ -127,12 +139,13 @@ def test_metrics_are_for_keys_that_may_see_all(start_server: StartServer, file: 
         return server.client.get("/metrics", headers=headers).status_code
 
     assert [looked(key) for key in (None, "wrong", "k-one", "k-all", "k-admin")] == [401, 401, 403, 200, 200]
-    write(file, "{name: all, key: k-all}")
-    server.process.send_signal(signal.SIGHUP)
-    deadline = time.monotonic() + 20
-    while looked(None) != 200 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert looked(None) == 200
+    # Whoever is in the file: it tells of all adapters.
+    write(file, "{name: other, key: k-other}")
+    reload_until(server, lambda: looked("k-other") == 200)
+    assert [looked(key) for key in (None, "k-one", "k-all", "k-admin")] == [401, 401, 401, 200]
+    write(file)
+    reload_until(server, lambda: looked("k-other") == 401)
+    assert [looked(key) for key in (None, "k-one", "k-admin")] == [401, 401, 200]
 
 
 def test_a_key_gets_its_weights_share_and_a_reload_changes_it(start_server: StartServer, file: Path) -> None:
@@ -254,6 +267,73 @@ def test_keys_change_while_the_server_runs(start_server: StartServer, file: Path
         time.sleep(0.05)
     assert "adaptors" in server.log
     assert ask(server, "k-new").status_code == 200
+
+
+def test_reading_many_keys_holds_nobody_up(start_server: StartServer, file: Path) -> None:
+    server = start_server("--keys-file", str(file))
+    write(file, *(f"{{name: user-{number}, key: k-{number}, weight: 2}}" for number in range(20_000)))
+    took: list[float] = []
+
+    def is_taken() -> bool:
+        start = time.monotonic()
+        # A connection of its own: those are what nobody took any more.
+        headers = {"Authorization": "Bearer k-19999"}
+        status = httpx.get(f"{server.url}/v1/models", headers=headers, timeout=60).status_code
+        took.append(time.monotonic() - start)
+        return status == 200
+
+    reload_until(server, is_taken, 60)
+    assert max(took) < 2, max(took)
+    assert ids(server, "k-7") == ["base"]
+    assert server.stop() == 0
+
+
+def test_a_keys_file_that_never_ends_does_not_keep_a_server(start_server: StartServer, file: Path) -> None:
+    server = start_server("--keys-file", str(file))
+    file.unlink()
+    os.mkfifo(file)
+    server.process.send_signal(signal.SIGHUP)
+    time.sleep(0.3)
+    assert ask(server, "k-all").status_code == 200
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert server.stop() == 0
+
+
+def test_keys_that_change_while_the_model_loads_are_taken(
+    start_server: StartServer, file: Path, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    template = tmp_path / "template.jinja"
+    # The start waits for what is in it.
+    os.mkfifo(template)
+
+    def change() -> None:
+        status = 0
+        while status != 503:
+            try:
+                status = httpx.get(f"http://127.0.0.1:{port}/health").status_code
+            except httpx.TransportError:
+                time.sleep(0.02)
+        write(file, "{name: all, key: k-new}")
+        found = subprocess.run(["pgrep", "-f", f"serve.*--port {port}"], capture_output=True, text=True, check=True)
+        os.kill(int(found.stdout), signal.SIGHUP)
+        template.write_text("{{ messages[0]['content'] }}")
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    server = start_server("--port", str(port), "--chat-template", str(template), "--keys-file", str(file))
+    thread.join()
+    deadline = time.monotonic() + 20
+    while ask(server, "k-new").status_code != 200 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [ask(server, key).status_code for key in ("k-new", "k-all")] == [200, 401]
+
+
+def test_without_a_keys_file_a_hangup_ends_a_server_as_any_process(start_server: StartServer) -> None:
+    server = start_server()
+    server.process.send_signal(signal.SIGHUP)
+    assert server.process.wait(20) == -signal.SIGHUP
 
 
 @pytest.mark.parametrize(

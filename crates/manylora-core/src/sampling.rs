@@ -28,6 +28,15 @@ pub const GREEDY_TEMPERATURE: f64 = 1e-5;
 /// Logit biases are clamped to plus and minus this value.
 pub const MAX_LOGIT_BIAS: f32 = 100.0;
 
+/// Stop strings that one request may have.
+pub const MAX_STOP_STRINGS: usize = 1024;
+/// Bytes of its stop strings together.
+pub const MAX_STOP_BYTES: usize = 32 << 10;
+/// Bad words that one request may have.
+pub const MAX_BAD_WORDS: usize = 4096;
+/// Bytes of its bad words together.
+pub const MAX_BAD_WORD_BYTES: usize = 64 << 10;
+
 /// What a logprob is computed from and as.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -191,6 +200,13 @@ impl SamplingParams {
     /// The most tokens to choose from by `top_k`, None when it is off.
     pub fn top_k_limit(&self) -> Option<usize> {
         usize::try_from(self.top_k).ok().filter(|&limit| limit > 0)
+    }
+
+    /// Bytes of lists that each sequence has for itself.
+    pub fn list_bytes(&self) -> usize {
+        let texts = self.stop.iter().chain(&self.bad_words).map(|text| size_of::<String>() + text.len());
+        let ids = self.stop_token_ids.len() + self.allowed_token_ids.as_ref().map_or(0, Vec::len);
+        texts.sum::<usize>() + ids * size_of::<u32>() + self.logit_bias.len() * size_of::<(u32, f32)>()
     }
 
     /// Whether any of the three penalties has an effect.

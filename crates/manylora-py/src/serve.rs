@@ -10,7 +10,7 @@ use manylora_server::{
     ToolFormat, WaitingRoom, bind,
 };
 use pyo3::prelude::*;
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::engine::Engine;
 use crate::errors::to_python;
@@ -162,9 +162,13 @@ fn parse_keys(json: &str) -> Result<Vec<ApiKey>, ServerError> {
 }
 
 fn failed(py: Python<'_>, error: &ServerError) -> PyErr {
-    to_python(py, &EngineError::InvalidArgument(error.to_string()))
+    match error {
+        ServerError::EngineStopped(error) => to_python(py, error),
+        error => to_python(py, &EngineError::InvalidArgument(error.to_string())),
+    }
 }
 
+/// Reads a keys file, which may take long: not for the thread that waits for signals.
 fn reload_keys(control: &Control, reload: &Py<PyAny>) {
     let read = Python::attach(|py| reload.call0(py)?.extract::<String>(py)).map_err(|error| error.to_string());
     let taken = read.and_then(|json| {
@@ -176,9 +180,20 @@ fn reload_keys(control: &Control, reload: &Py<PyAny>) {
     }
 }
 
+/// The next signal of a kind that is listened for; never, where it is not.
+async fn next(signals: &mut Option<Signal>) {
+    let came = match signals {
+        Some(signals) => signals.recv().await,
+        None => None,
+    };
+    if came.is_none() {
+        std::future::pending().await
+    }
+}
+
 /// Serves an engine on a port until SIGINT or SIGTERM comes; what runs then is finished, unless a second one comes. Once it listens,
 /// `ready(scheme, host, port, notes)` is called. SIGHUP calls `reload()`, which returns the keys of the keys file as JSON; where that or they
-/// are wrong, `reload(error)` is called and the keys stay.
+/// are wrong, `reload(error)` is called and the keys stay. Raises if the engine ends by itself.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "what Python hands over is owned")]
 pub(crate) fn serve(
@@ -195,6 +210,7 @@ pub(crate) fn serve(
     };
     let listener = py.detach(|| room.close());
     let handle = engine.handle();
+    let reload = reload.map(Arc::new);
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(THREADS)
         .thread_name("manylora-http")
@@ -203,7 +219,8 @@ pub(crate) fn serve(
     let served = py.detach(|| {
         runtime.block_on(async {
             let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
-            let mut hangup = signal(SignalKind::hangup())?;
+            // Where there is nothing to read again, the signal does what it does to any process.
+            let mut hangup = reload.as_ref().map(|_| signal(SignalKind::hangup())).transpose()?;
             let server = match Server::on(listener, handle, config) {
                 Ok(server) => server,
                 Err(error) => return Ok(Err(error)),
@@ -217,14 +234,18 @@ pub(crate) fn serve(
                 let _ = stopped.await;
             }));
             let mut stop = Some(stop);
+            // The keys are read again by one task at a time; signals that come meanwhile are one signal after it.
+            let mut reloading = tokio::task::JoinSet::new();
             loop {
                 tokio::select! {
-                    () = &mut running => break,
+                    ended = &mut running => return PyResult::Ok(ended),
                     _ = interrupt.recv() => {}
                     _ = terminate.recv() => {}
-                    _ = hangup.recv() => {
+                    Some(_) = reloading.join_next() => continue,
+                    () = next(&mut hangup), if reloading.is_empty() => {
                         if let Some(reload) = &reload {
-                            reload_keys(&control, reload);
+                            let (control, reload) = (control.clone(), Arc::clone(reload));
+                            reloading.spawn_blocking(move || reload_keys(&control, &reload));
                         }
                         continue;
                     }

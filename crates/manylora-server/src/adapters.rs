@@ -12,13 +12,12 @@ use manylora::{AdapterSource, Digest, EngineError, UnloadMode};
 
 use crate::answer;
 use crate::app::App;
-use crate::body;
 use crate::error::ApiError;
 use crate::fields::Fields;
 use crate::sources::Sources;
 
 async fn fields(app: &App, headers: &HeaderMap, body: Body) -> Result<Fields, ApiError> {
-    body::read(headers, body, app.config.max_body_bytes).await
+    app.read(headers, body).await
 }
 
 fn version(fields: &mut Fields) -> Result<Option<Digest>, ApiError> {
@@ -160,6 +159,6 @@ async fn change(
     change: impl FnOnce(&App, &str) -> Result<(), EngineError> + Send + 'static,
 ) -> Result<Response, ApiError> {
     let subject = name.clone();
-    app.blocking(move |app| change(app, &subject)).await?;
+    app.blocking(move |app| change(app, &subject).map_err(ApiError::from)).await?;
     Ok(answer::text(format!("Success: LoRA adapter '{name}' {done} successfully.")))
 }

@@ -1,21 +1,32 @@
 //! What all routes share: the engine, the settings, and how many sequences are on their way.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use manylora::{EngineError, EngineHandle, SchedulingPolicy, Share};
+use axum::body::Body;
+use axum::http::HeaderMap;
+use manylora::{EngineHandle, SchedulingPolicy, Share};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::auth::Keys;
+use crate::body::Bodies;
 use crate::config::ServerConfig;
 use crate::error::{ApiError, ServerError};
+use crate::fields::Fields;
 use crate::keys::{ApiKey, Caller, Running};
 use crate::metrics::{Metrics, Rejection};
 use crate::resolver::Resolver;
 use crate::roots::LoraRoot;
 use crate::routes::Routing;
 use crate::tools::ToolFormat;
+
+/// Kilobytes of large texts that may be encoded at once; a larger one alone.
+const MOST_ENCODED: usize = 4 << 10;
+/// Bytes of texts that are encoded whatever else is.
+const SMALL_TEXT: usize = 64 << 10;
 
 /// State of a server.
 pub(crate) struct App {
@@ -31,6 +42,9 @@ pub(crate) struct App {
     /// How the model writes calls of tools, where that is known.
     pub(crate) tool_format: Option<ToolFormat>,
     pub(crate) routing: Routing,
+    bodies: Bodies,
+    /// Kilobytes of large texts that may be encoded at once: what the tokenizer makes of them takes a hundred times as much.
+    encoding: Arc<Semaphore>,
     /// Unix time.
     pub(crate) started: u64,
     /// Sequences that wait or run.
@@ -47,7 +61,12 @@ impl std::fmt::Debug for App {
 }
 
 impl App {
-    pub(crate) fn new(engine: EngineHandle, config: ServerConfig) -> Result<Arc<Self>, ServerError> {
+    /// `bound`: where it listens, if somebody told.
+    pub(crate) fn new(
+        engine: EngineHandle,
+        config: ServerConfig,
+        bound: Option<IpAddr>,
+    ) -> Result<Arc<Self>, ServerError> {
         let mut names = config.served_model_names.clone();
         let mut seen = HashSet::new();
         names.retain(|name| seen.insert(name.clone()));
@@ -63,7 +82,7 @@ impl App {
                 "The lora adapter '{taken}' conflicts with a served base model; give one of them another name"
             )));
         }
-        let (keys, lora_root) = (Keys::new(&config)?, LoraRoot::new(&config)?);
+        let (keys, lora_root) = (Keys::new(&config, bound)?, LoraRoot::new(&config)?);
         let resolver = config.lora_resolve_root.as_deref().map(Resolver::new).transpose()?;
         let routing = Routing::new(&config)?;
         let metrics = Metrics::new(&engine, names.first().map_or("", String::as_str), config.max_adapter_series);
@@ -71,6 +90,8 @@ impl App {
         let app = Arc::new(Self {
             metrics,
             routing,
+            bodies: Bodies::new(config.max_body_bytes),
+            encoding: Arc::new(Semaphore::new(MOST_ENCODED)),
             resolver,
             tool_format,
             engine,
@@ -83,32 +104,29 @@ impl App {
             load: AtomicUsize::new(0),
             draining: AtomicBool::new(false),
         });
-        app.share()?;
+        app.share(&HashMap::new(), &app.keys.weights())?;
         app.engine.prepare_structured_outputs();
         Ok(app)
     }
 
     /// Takes the keys of a keys file in place of those before.
     pub(crate) fn replace_keys(&self, keys: Vec<ApiKey>) -> Result<(), ServerError> {
-        let before = self.keys.weights();
-        self.keys.replace(keys)?;
-        let now = self.keys.weights();
+        let (before, now) = self.keys.replace(keys)?;
         // Who has left, and comes back, begins as everybody does.
-        for (tenant, _) in before.iter().filter(|(tenant, _)| now.iter().all(|(name, _)| name != tenant)) {
+        for tenant in before.keys().filter(|tenant| !now.contains_key(*tenant)) {
             self.set_weight(tenant, 1.0)?;
         }
-        self.share()
+        self.share(&before, &now)
     }
 
-    /// Tells the engine what share of the service each user has.
-    fn share(&self) -> Result<(), ServerError> {
-        let weights = self.keys.weights();
-        if self.engine.config().scheduling_policy != SchedulingPolicy::Fair
-            && weights.iter().any(|(_, weight)| *weight != 1.0)
+    /// Tells the engine what share of the service each user has now, where it was another one before.
+    fn share(&self, before: &HashMap<String, f64>, now: &HashMap<String, f64>) -> Result<(), ServerError> {
+        if self.engine.config().scheduling_policy != SchedulingPolicy::Fair && now.values().any(|weight| *weight != 1.0)
         {
             tracing::warn!("weights of keys have no effect: they are for --scheduling-policy fair");
         }
-        weights.iter().try_for_each(|(tenant, weight)| self.set_weight(tenant, *weight))
+        let changed = now.iter().filter(|(tenant, weight)| before.get(*tenant).unwrap_or(&1.0) != *weight);
+        changed.into_iter().try_for_each(|(tenant, weight)| self.set_weight(tenant, *weight))
     }
 
     fn set_weight(&self, tenant: &str, weight: f64) -> Result<(), ServerError> {
@@ -121,14 +139,34 @@ impl App {
         self.names.first().map_or("", String::as_str)
     }
 
+    /// Reads a body as a JSON object.
+    pub(crate) async fn read(&self, headers: &HeaderMap, body: Body) -> Result<Fields, ApiError> {
+        self.bodies.read(headers, body).await.inspect_err(|error| {
+            if error.is_unavailable() {
+                self.metrics.rejections().full.fetch_add(1, Ordering::Relaxed);
+            }
+        })
+    }
+
+    /// Waits until texts of so many bytes may be encoded. What is given back then belongs into [`Self::blocking`]'s work, so
+    /// that it lasts as long as that does, whether or not somebody waits for it.
+    pub(crate) async fn encoding(&self, bytes: usize) -> Result<Option<OwnedSemaphorePermit>, ApiError> {
+        if bytes <= SMALL_TEXT {
+            return Ok(None);
+        }
+        let share = (bytes >> 10).clamp(1, MOST_ENCODED) as u32;
+        let permit = Arc::clone(&self.encoding).acquire_many_owned(share).await;
+        permit.map(Some).map_err(|error| ApiError::internal(error.to_string()))
+    }
+
     /// Does something that may wait - for the engine, for files - where waiting holds nobody up.
     pub(crate) async fn blocking<T: Send + 'static>(
         self: &Arc<Self>,
-        work: impl FnOnce(&Self) -> Result<T, EngineError> + Send + 'static,
+        work: impl FnOnce(&Arc<Self>) -> Result<T, ApiError> + Send + 'static,
     ) -> Result<T, ApiError> {
         let app = Arc::clone(self);
         match tokio::task::spawn_blocking(move || work(&app)).await {
-            Ok(done) => done.map_err(ApiError::from),
+            Ok(done) => done,
             Err(_) => Err(ApiError::internal("the call failed unexpectedly; please report this")),
         }
     }

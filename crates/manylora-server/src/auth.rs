@@ -4,8 +4,9 @@
 //! not from a page in its browser: peer and Host are loopback, Origin is absent or loopback, and no header of a proxy is
 //! there.
 
+use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use crate::config::ServerConfig;
 use crate::error::{ApiError, ServerError};
@@ -16,13 +17,25 @@ use axum::http::{HeaderMap, header};
 const OF_PROXIES: [&str; 3] = ["forwarded", "x-real-ip", "via"];
 const OF_PROXIES_PREFIX: &str = "x-forwarded-";
 
+/// Keys that are only keys, and those of the keys file.
+#[derive(Debug, Default)]
+struct Users {
+    /// By digests of keys, so that the time of a look-up tells nothing of the keys there are.
+    by_key: HashMap<[u8; 32], Arc<User>>,
+    /// Those of the keys file.
+    by_name: HashMap<String, Arc<User>>,
+}
+
 /// The keys.
 #[derive(Debug)]
 pub(crate) struct Keys {
-    /// Keys that are only keys, then those of the keys file.
-    users: RwLock<Vec<Arc<User>>>,
+    users: RwLock<Arc<Users>>,
+    /// One change after the other.
+    changing: Mutex<()>,
     /// Whether users need one, also where a keys file has none left.
     needed: bool,
+    /// Whether there is a keys file: what is told of all adapters is then for keys that may see all, whoever is in it now.
+    has_file: bool,
     admin: Option<[u8; 32]>,
     /// Whether the admin key was made here, because none was given and the address is not only for this machine.
     pub(crate) generated: Option<String>,
@@ -50,8 +63,18 @@ fn bearer(headers: &HeaderMap) -> Option<&str> {
     scheme.eq_ignore_ascii_case("bearer").then(|| key.trim())
 }
 
+/// Shares of a fair service, by tenant.
+pub(crate) type Weights = HashMap<String, f64>;
+
+impl Users {
+    fn weights(&self) -> Weights {
+        self.by_name.iter().map(|(name, user)| (name.clone(), user.weight().unwrap_or(1.0))).collect()
+    }
+}
+
 impl Keys {
-    pub(crate) fn new(config: &ServerConfig) -> Result<Self, ServerError> {
+    /// `bound`: the address that the server listens on, None where somebody else listens.
+    pub(crate) fn new(config: &ServerConfig, bound: Option<IpAddr>) -> Result<Self, ServerError> {
         let blank = config.api_keys.iter().chain(&config.admin_api_key).any(|key| key.trim().is_empty());
         if blank {
             return Err(ServerError::InvalidSetting("a key is blank: give a key, or leave it out".to_owned()));
@@ -67,45 +90,58 @@ impl Keys {
             && config.admin_api_key.is_none()
             && config.api_keys.is_empty()
             && config.keys.is_none()
-            && is_loopback(&config.host);
+            && bound.is_some_and(|address| address.to_canonical().is_loopback());
         let mut generated = None;
-        if config.allow_runtime_lora_updating && config.admin_api_key.is_none() && !loopback_rule {
+        if config.allow_runtime_lora_updating && config.admin_api_key.is_none() && bound.is_some() && !loopback_rule {
             generated = Some(random_key()?);
         }
         let admin = config.admin_api_key.as_deref().or(generated.as_deref()).map(digest);
-        let plain: Vec<Arc<User>> = config.api_keys.iter().map(|key| Arc::new(User::plain(key))).collect();
-        let needed = !plain.is_empty() || config.keys.is_some();
-        let keys = Self { users: RwLock::new(plain), needed, admin, generated, loopback_rule };
+        let plain = config.api_keys.iter().map(|key| (digest(key), Arc::new(User::plain())));
+        let users = Users { by_key: plain.collect(), by_name: HashMap::new() };
+        let has_file = config.keys.is_some();
+        let needed = !users.by_key.is_empty() || has_file;
+        let (users, changing) = (RwLock::new(Arc::new(users)), Mutex::new(()));
+        let keys = Self { users, changing, needed, has_file, admin, generated, loopback_rule };
         keys.replace(config.keys.clone().unwrap_or_default())?;
         Ok(keys)
     }
 
-    /// Takes the keys of a keys file in place of those that it had before; if one is wrong nothing changes.
-    pub(crate) fn replace(&self, keys: Vec<ApiKey>) -> Result<(), ServerError> {
-        let mut users = self.users.write().unwrap_or_else(PoisonError::into_inner);
-        let mut next: Vec<Arc<User>> = users.iter().filter(|user| user.tenant().is_none()).cloned().collect();
+    fn users(&self) -> Arc<Users> {
+        Arc::clone(&self.users.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Takes the keys of a keys file in place of those that it had before; if one is wrong nothing changes. Returns the shares
+    /// of a fair service, by tenant, before and now. Requests are let in by those before meanwhile.
+    pub(crate) fn replace(&self, keys: Vec<ApiKey>) -> Result<(Weights, Weights), ServerError> {
+        let _one_at_a_time = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = self.users();
+        let plain = before.by_key.iter().filter(|(_, user)| user.tenant().is_none());
+        let mut next =
+            Users { by_key: plain.map(|(key, user)| (*key, Arc::clone(user))).collect(), ..Users::default() };
         for key in keys {
             let (name, given) = (key.name.clone(), digest(&key.key));
-            if self.admin.as_ref().is_some_and(|admin| same(admin, &given)) || next.iter().any(|user| user.is(&given)) {
-                return Err(ServerError::InvalidSetting(format!(
-                    "the key of `{name}` is also another's, or the admin's; give each a key of its own"
-                )));
-            }
-            if next.iter().any(|user| user.tenant() == Some(&name)) {
+            if next.by_name.contains_key(&name) {
                 return Err(ServerError::InvalidSetting(format!(
                     "`{name}` has two keys; give each key a name of its own"
                 )));
             }
-            next.push(Arc::new(User::named(key, &users)?));
+            if self.admin.as_ref().is_some_and(|admin| same(admin, &given)) || next.by_key.contains_key(&given) {
+                return Err(ServerError::InvalidSetting(format!(
+                    "the key of `{name}` is also another's, or the admin's; give each a key of its own"
+                )));
+            }
+            let user = Arc::new(User::named(key, before.by_name.get(&name).map(Arc::as_ref))?);
+            next.by_key.insert(given, Arc::clone(&user));
+            next.by_name.insert(name, user);
         }
-        *users = next;
-        Ok(())
+        let weights = (before.weights(), next.weights());
+        *self.users.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(next);
+        Ok(weights)
     }
 
     /// Shares of a fair service, by tenant.
-    pub(crate) fn weights(&self) -> Vec<(String, f64)> {
-        let users = self.users.read().unwrap_or_else(PoisonError::into_inner);
-        users.iter().filter_map(|user| Some((user.tenant()?.to_owned(), user.weight().unwrap_or(1.0)))).collect()
+    pub(crate) fn weights(&self) -> Weights {
+        self.users().weights()
     }
 
     /// Who sends a request, if whoever that is may use the API.
@@ -117,20 +153,16 @@ impl Keys {
             return Err(ApiError::unauthorized("the header `Authorization: Bearer KEY` is missing"));
         };
         let given = digest(given);
-        let users = self.users.read().unwrap_or_else(PoisonError::into_inner);
-        // All of them are compared, whichever fits.
-        let known = users.iter().fold(None, |known, user| if user.is(&given) { Some(user) } else { known });
         let unknown = || ApiError::unauthorized("the key in the header `Authorization` is not known");
-        known.map(|user| Caller(Some(Arc::clone(user)))).ok_or_else(unknown)
+        self.users().by_key.get(&given).map(|user| Caller(Some(Arc::clone(user)))).ok_or_else(unknown)
     }
 
-    /// Whether somebody may see what is told of all adapters. Where keys are confined to some, that needs one which is not.
+    /// Whether somebody may see what is told of all adapters. Where there is a keys file, that needs a key which is not
+    /// confined to some.
     pub(crate) fn check_watcher(&self, headers: &HeaderMap) -> Result<(), ApiError> {
-        let users = self.users.read().unwrap_or_else(PoisonError::into_inner);
-        if users.iter().all(|user| user.sees_all()) {
+        if !self.has_file {
             return Ok(());
         }
-        drop(users);
         if let (Some(admin), Some(given)) = (&self.admin, bearer(headers))
             && same(admin, &digest(given))
         {
@@ -217,7 +249,11 @@ mod tests {
     fn keys(configure: impl FnOnce(&mut ServerConfig)) -> Keys {
         let mut config = ServerConfig { allow_runtime_lora_updating: true, ..ServerConfig::default() };
         configure(&mut config);
-        Keys::new(&config).expect("good settings")
+        Keys::new(&config, address(&config.host)).expect("good settings")
+    }
+
+    fn address(host: &str) -> Option<IpAddr> {
+        Some(host.parse().expect("an address"))
     }
 
     const LOCAL: Option<SocketAddr> = Some(SocketAddr::new(IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 5000));
@@ -252,6 +288,47 @@ mod tests {
         let far = Some(SocketAddr::from(([10, 0, 0, 7], 5000)));
         let local_host = headers(&[("host", "localhost")]);
         assert!(keys.check_admin(&local_host, far).is_err() && keys.check_admin(&local_host, None).is_err());
+    }
+
+    #[test]
+    fn the_rule_is_for_where_it_listens_whatever_the_settings_say() {
+        let config = ServerConfig { allow_runtime_lora_updating: true, ..ServerConfig::default() };
+        for (bound, rule) in [("127.0.0.1", true), ("::1", true), ("::ffff:127.0.0.1", true), ("0.0.0.0", false)] {
+            let keys = Keys::new(&config, address(bound)).expect("good settings");
+            assert_eq!((keys.loopback_rule, keys.generated.is_some()), (rule, !rule), "{bound}");
+        }
+        // Where somebody else listens nobody would read a key that was made here.
+        let mounted = Keys::new(&config, None).expect("good settings");
+        assert!(!mounted.loopback_rule && mounted.generated.is_none());
+        assert!(mounted.check_admin(&headers(&[("host", "localhost")]), LOCAL).is_err());
+    }
+
+    #[test]
+    fn what_is_told_of_all_adapters_needs_a_key_as_long_as_there_is_a_keys_file() {
+        let keys = keys(|config| {
+            config.keys =
+                Some(vec![serde_json::from_str(r#"{"name": "a", "key": "k", "adapters": ["x"]}"#).expect("a key")]);
+        });
+        let with = |key: &str| headers(&[("authorization", &format!("Bearer {key}"))]);
+        assert!(keys.check_watcher(&headers(&[])).is_err() && keys.check_watcher(&with("k")).is_err());
+        keys.replace(Vec::new()).expect("no keys");
+        assert!(keys.check_watcher(&headers(&[])).is_err() && keys.check_watcher(&with("k")).is_err());
+        keys.replace(vec![serde_json::from_str(r#"{"name": "b", "key": "all"}"#).expect("a key")]).expect("a key");
+        assert!(keys.check_watcher(&headers(&[])).is_err() && keys.check_watcher(&with("all")).is_ok());
+        let open = super::Keys::new(&ServerConfig::default(), None).expect("good settings");
+        assert!(open.check_watcher(&headers(&[])).is_ok());
+    }
+
+    #[test]
+    fn many_keys_are_taken_at_once() {
+        let key = |number: usize| format!(r#"{{"name": "user-{number}", "key": "key-{number}"}}"#);
+        let many: Vec<ApiKey> = (0..50_000).map(|it| serde_json::from_str(&key(it)).expect("a key")).collect();
+        let keys = keys(|config| config.keys = Some(many.clone()));
+        let start = std::time::Instant::now();
+        let (before, now) = keys.replace(many).expect("good keys");
+        assert!(start.elapsed() < std::time::Duration::from_secs(5), "{:?}", start.elapsed());
+        assert_eq!((before.len(), now.len()), (50_000, 50_000));
+        assert!(keys.identify(&headers(&[("authorization", "Bearer key-49999")])).is_ok());
     }
 
     #[test]
@@ -290,6 +367,6 @@ mod tests {
             admin_api_key: Some("same".to_owned()),
             ..ServerConfig::default()
         };
-        assert!(Keys::new(&config).is_err());
+        assert!(Keys::new(&config, None).is_err());
     }
 }

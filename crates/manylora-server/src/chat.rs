@@ -14,12 +14,11 @@ use serde_json::{Map, Value};
 
 use crate::answer::{self, ToldUsage, Usage};
 use crate::app::{App, unix_time};
-use crate::body;
 use crate::completions::{cache_salt, stop_reason};
 use crate::error::ApiError;
 use crate::events::{self, Maker as _, StreamOptions};
 use crate::fields::Fields;
-use crate::generation::{Blame, Generation};
+use crate::generation::{self, Blame, Generation};
 use crate::identity;
 use crate::keys::Caller;
 use crate::logprobs::{self, ChatLogprobs, Speller};
@@ -77,9 +76,13 @@ impl Conversation {
         Ok(Self { messages: Value::Array(messages), template, options, add_special_tokens })
     }
 
-    /// The text of the prompt.
-    pub(crate) async fn render(self, app: &Arc<App>) -> Result<String, ApiError> {
-        app.blocking(move |app| app.engine.render_chat(&self.messages, self.template.as_deref(), &self.options)).await
+    /// The text of the prompt, and `held`, which lasts as long as making it does, whether or not somebody waits for it.
+    pub(crate) async fn render<T: Send + 'static>(self, app: &Arc<App>, held: T) -> Result<(String, T), ApiError> {
+        app.blocking(move |app| {
+            let text = app.engine.render_chat(&self.messages, self.template.as_deref(), &self.options)?;
+            Ok((text, held))
+        })
+        .await
     }
 }
 
@@ -181,19 +184,22 @@ pub(crate) async fn create(
     body: Body,
 ) -> Result<Response, ApiError> {
     let answering = app.answering();
-    let mut fields = body::read(&headers, body, app.config.max_body_bytes).await?;
+    let mut fields = app.read(&headers, body).await?;
     target::resolve(&app, &caller, &fields).await?;
     let mut blame = Blame { prompt: "messages", structure: structured::field(&fields) };
     let mut asked = read((&app, &caller), &headers, &mut fields)?;
     if asked.tools.are_demanded() {
         blame.structure = "tools";
     }
+    let room = fields.take_room();
+    drop(fields);
+    let pending = generation::admit(&app, &caller, 1, &asked.params)?;
     let (add_special_tokens, samples) = (asked.conversation.add_special_tokens, asked.params.n);
     let echoed = if asked.echo { last_content(&asked.conversation.messages) } else { String::new() };
     let continues = asked.conversation.options.continue_final_message;
     let parser = asked.parser();
     let called = if asked.tools.is_named() { "stop" } else { "tool_calls" };
-    let text = asked.conversation.render(&app).await?;
+    let (text, (pending, room)) = asked.conversation.render(&app, (pending, room)).await?;
     let splitter = app.config.reasoning_format.map(|format| Splitter::after(format, &text, continues));
     if let (Some(splitter), Some(outputs)) = (&splitter, &mut asked.params.structured_outputs) {
         splitter.put_off(outputs);
@@ -208,7 +214,8 @@ pub(crate) async fn create(
         cache_salt: asked.cache_salt,
         tenant: caller.tenant(),
     };
-    let generation = Generation::start((&app, &caller), vec![request], asked.stream.is_some(), blame).await?;
+    let streaming = asked.stream.is_some();
+    let generation = Generation::start((&app, &caller, pending), vec![request], room, streaming, blame).await?;
     let version = generation.version.clone();
     let mut maker = Maker {
         id: asked.id,

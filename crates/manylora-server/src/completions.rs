@@ -13,12 +13,12 @@ use serde_json::Value;
 
 use crate::answer::{self, ToldUsage, Usage};
 use crate::app::{App, unix_time};
-use crate::body;
 use crate::error::ApiError;
 use crate::events::{self, Maker as _, StreamOptions};
 use crate::fields::{Fields, tokens};
 use crate::generation::{self, Blame, Generation};
 use crate::identity;
+use crate::json::Ids;
 use crate::keys::Caller;
 use crate::logprobs::{self, CompletionLogprobs, Speller};
 use crate::sampling;
@@ -97,6 +97,11 @@ pub(crate) fn stop_reason(reason: Option<StopReason>) -> Value {
 
 fn prompts(fields: &mut Fields) -> Result<Vec<Prompt>, ApiError> {
     let add_special_tokens = fields.flag("add_special_tokens")?.unwrap_or(true);
+    match fields.ids("prompt") {
+        Some(Ids::One(ids)) => return Ok(vec![Prompt::Tokens(ids)]),
+        Some(Ids::Many(all)) => return Ok(all.into_iter().map(Prompt::Tokens).collect()),
+        None => {}
+    }
     let Some(value) = fields.value("prompt") else {
         return Err(
             ApiError::bad_request("`prompt` is missing; give text, token ids, or an array of them").about("prompt")
@@ -193,14 +198,15 @@ pub(crate) async fn create(
     body: Body,
 ) -> Result<Response, ApiError> {
     let answering = app.answering();
-    let mut fields = body::read(&headers, body, app.config.max_body_bytes).await?;
+    let mut fields = app.read(&headers, body).await?;
     target::resolve(&app, &caller, &fields).await?;
     let blame = Blame { prompt: "prompt", structure: structured::field(&fields) };
     let Asked { target, prompts, params, echo, logprobs, stream, shape, cache_salt, priority, id } =
         read((&app, &caller), &headers, &mut fields)?;
+    let room = fields.take_room();
+    drop(fields);
     let samples = params.n;
-    // Each prompt gets all that was said of sampling.
-    generation::check_size(prompts.len().saturating_mul(samples))?;
+    let pending = generation::admit(&app, &caller, prompts.len(), &params)?;
     let texts = prompts.iter().map(|prompt| match prompt {
         Prompt::Text { text, .. } if echo.prompt => Some(text.clone()),
         _ => None,
@@ -216,7 +222,7 @@ pub(crate) async fn create(
         tenant: caller.tenant(),
     };
     let requests = prompts.into_iter().map(request).collect();
-    let generation = Generation::start((&app, &caller), requests, stream.is_some(), blame).await?;
+    let generation = Generation::start((&app, &caller, pending), requests, room, stream.is_some(), blame).await?;
     let version = generation.version.clone();
     let mut maker = Maker {
         id,

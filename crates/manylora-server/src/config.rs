@@ -35,7 +35,7 @@ pub struct ServerConfig {
     pub model_root: String,
     /// Keys of which every request but those to `/health`, `/ping`, `/version`, `/load`, `/metrics` and `/openapi.json` needs one;
     /// empty = none is needed.
-    /// Where keys of a keys file are confined to some adapters, `/metrics` needs one that is not, or the admin key.
+    /// With [`Self::keys`], `/metrics` needs one that is not confined to some adapters, or the admin key.
     pub api_keys: Vec<String>,
     /// Keys with names and limits of their own, beside `api_keys`; they can be replaced while the server runs. None = there are
     /// none, an empty list lets nobody in.
@@ -61,7 +61,7 @@ pub struct ServerConfig {
     pub exclude_tools_when_tool_choice_none: bool,
     /// How the model marks its reasoning, which answers then have apart; None = it is text like any other.
     pub reasoning_format: Option<ReasoningFormat>,
-    /// Most bytes of a request's body.
+    /// Most bytes of a request's body. Large bodies may come to twice as many at once, those beyond are answered 503.
     pub max_body_bytes: usize,
     /// Sequences that may wait or run before further requests are answered 503; None = no limit.
     pub max_pending: Option<usize>,
@@ -108,7 +108,7 @@ pub struct CorsConfig {
 impl ServerConfig {
     /// Whether a server could be made of this, as far as that can be said without an engine.
     pub fn check(&self) -> Result<(), ServerError> {
-        Keys::new(self)?;
+        Keys::new(self, None)?;
         LoraRoot::new(self)?;
         self.lora_resolve_root.as_deref().map(Resolver::new).transpose()?;
         Tls::open(&self.tls)?;

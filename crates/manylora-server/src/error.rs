@@ -27,6 +27,9 @@ pub enum ServerError {
         /// The system's word.
         source: std::io::Error,
     },
+    /// The engine has ended, and nothing can be served without it.
+    #[error("{0}; start the server again")]
+    EngineStopped(EngineError),
     /// Something that the system refused.
     #[error("{what}: {source}")]
     Io {
@@ -121,6 +124,11 @@ impl ApiError {
         self.status == StatusCode::NOT_FOUND
     }
 
+    /// Whether it is to be asked for later.
+    pub(crate) fn is_unavailable(&self) -> bool {
+        self.status == StatusCode::SERVICE_UNAVAILABLE
+    }
+
     /// Names the field that is to blame.
     pub(crate) fn about(self, param: impl Into<String>) -> Self {
         Self { param: Some(param.into()), ..self }
@@ -148,7 +156,10 @@ impl From<EngineError> for ApiError {
     fn from(error: EngineError) -> Self {
         let message = error.to_string();
         match error {
-            EngineError::UnknownAdapter { .. } => Self::not_found(message).about("model"),
+            // Not the names there are: whoever asks may be one who must not know them.
+            EngineError::UnknownAdapter { name, .. } => {
+                Self::not_found(format!("The lora adapter '{name}' cannot be found.")).about("model")
+            }
             EngineError::AdapterRefused(refusal) => {
                 let error = match refusal.kind {
                     RefusalKind::NotFound => Self::not_found(message),
@@ -279,5 +290,12 @@ mod tests {
             );
             assert!(!told.to_string().contains("/srv"), "{told}");
         }
+    }
+
+    #[test]
+    fn a_48_who_names_what_is_not_there_is_not_told_what_is() {
+        let error = EngineError::UnknownAdapter { name: "mine".to_owned(), loaded: "secret, other".to_owned() };
+        let told = ApiError::from(error).to_json().to_string();
+        assert!(told.contains("'mine'") && told.contains("404") && !told.contains("secret"), "{told}");
     }
 }

@@ -7,12 +7,18 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value};
 
+use crate::body::Room;
 use crate::error::ApiError;
+use crate::json::Ids;
 
 /// An object whose fields are being read.
 #[derive(Debug)]
 pub(crate) struct Fields {
     map: Map<String, Value>,
+    /// Fields that are token ids and nothing else.
+    ids: Vec<(String, Ids)>,
+    /// The memory that the body was given.
+    room: Room,
     /// What errors put before a field's name: where the object is.
     path: String,
 }
@@ -40,12 +46,22 @@ fn is_empty(value: &Value) -> bool {
 
 impl Fields {
     pub(crate) fn new(map: Map<String, Value>) -> Self {
-        Self { map, path: String::new() }
+        Self { map, ids: Vec::new(), room: Room::default(), path: String::new() }
+    }
+
+    /// Those of a body.
+    pub(crate) fn of_body(map: Map<String, Value>, ids: Vec<(String, Ids)>, room: Room) -> Self {
+        Self { ids, room, ..Self::new(map) }
+    }
+
+    /// The memory that the body was given: to be kept as long as what is made of it.
+    pub(crate) fn take_room(&mut self) -> Room {
+        std::mem::take(&mut self.room)
     }
 
     /// Those of an object that is a field itself.
     pub(crate) fn within(place: &str, map: Map<String, Value>) -> Self {
-        Self { map, path: format!("{place}.") }
+        Self { path: format!("{place}."), ..Self::new(map) }
     }
 
     /// A value that stays.
@@ -60,13 +76,22 @@ impl Fields {
         self.map.shift_remove(name).filter(|value| !value.is_null())
     }
 
+    /// Token ids of one prompt or of several, if the field is nothing else.
+    pub(crate) fn ids(&mut self, name: &str) -> Option<Ids> {
+        #[cfg(test)]
+        asked::note(name);
+        let at = self.ids.iter().position(|(field, _)| field == name)?;
+        Some(self.ids.swap_remove(at).1)
+    }
+
     fn typed<T>(
         &mut self,
         name: &str,
         expected: &str,
         read: impl FnOnce(&Value) -> Option<T>,
     ) -> Result<Option<T>, ApiError> {
-        let Some(value) = self.value(name) else { return Ok(None) };
+        let value = self.value(name).or_else(|| self.ids(name).map(|ids| ids.beginning()));
+        let Some(value) = value else { return Ok(None) };
         read(&value).map(Some).ok_or_else(|| wrong(&format!("{}{name}", self.path), expected, &value))
     }
 
@@ -110,7 +135,11 @@ impl Fields {
 
     /// Token ids.
     pub(crate) fn tokens(&mut self, name: &str) -> Result<Option<Vec<u32>>, ApiError> {
-        self.typed(name, "an array of token ids", tokens)
+        match self.ids(name) {
+            Some(Ids::One(ids)) => Ok(Some(ids)),
+            Some(ids) => Err(wrong(&format!("{}{name}", self.path), "an array of token ids", &ids.beginning())),
+            None => self.typed(name, "an array of token ids", tokens),
+        }
     }
 
     /// Numbers by token id, whose JSON keys are strings.

@@ -5,25 +5,43 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use futures_util::stream::{SelectAll, Stream, StreamExt, select_all};
-use manylora::{Delta, EngineError, GenerateRequest, RequestStream};
+use manylora::{Delta, EngineError, GenerateRequest, Prompt, RequestStream, SamplingParams};
 
 use crate::app::{App, Pending};
+use crate::body::Room;
 use crate::error::{ApiError, PROMPT, STRUCTURED_OUTPUTS};
 use crate::keys::Caller;
 use crate::metrics::Account;
+use crate::target;
 
 /// Sequences that one request may ask for: what is made for each of them is made before any of them runs.
 const MOST_SEQUENCES: usize = 16_384;
+/// Bytes of what each of them has for itself: stop strings, biases, and lists of tokens.
+const MOST_LIST_BYTES: usize = 64 << 20;
 
-/// Whether a request asks for more sequences than one may.
-pub(crate) fn check_size(sequences: usize) -> Result<(), ApiError> {
+/// Admits the sequences of a request - so many prompts, each with `params` - if one request may ask for that.
+pub(crate) fn admit(
+    app: &Arc<App>,
+    caller: &Caller,
+    prompts: usize,
+    params: &SamplingParams,
+) -> Result<Pending, ApiError> {
+    let sequences = prompts.saturating_mul(params.n);
     if sequences > MOST_SEQUENCES {
         return Err(ApiError::bad_request(format!(
             "the request asks for `{sequences}` sequences (prompts times `n`), one may ask for {MOST_SEQUENCES} at most"
         ))
         .about("n"));
     }
-    Ok(())
+    let bytes = params.list_bytes();
+    if sequences > 1 && sequences.saturating_mul(bytes) > MOST_LIST_BYTES {
+        return Err(ApiError::bad_request(format!(
+            "the request asks for `{sequences}` sequences (prompts times `n`), each with `{bytes}` bytes of stop strings, bad \
+             words, biases and token ids, and they may have {MOST_LIST_BYTES} together; send fewer prompts at a time"
+        ))
+        .about("n"));
+    }
+    app.admit(caller, sequences)
 }
 
 /// A request's stream, with the number of its prompt.
@@ -75,20 +93,35 @@ pub(crate) struct Generation {
 }
 
 impl Generation {
-    /// Submits requests and waits for the first news, so that whatever keeps them from running is told before any byte of
-    /// an answer. With `streaming` false each sample arrives whole.
+    /// Submits requests that were admitted and waits for the first news, so that whatever keeps them from running is told
+    /// before any byte of an answer. With `streaming` false each sample arrives whole. `room` is what their body was given.
     pub(crate) async fn start(
-        (app, caller): (&Arc<App>, &Caller),
+        (app, caller, pending): (&Arc<App>, &Caller, Pending),
         requests: Vec<GenerateRequest>,
+        room: Room,
         streaming: bool,
         blame: Blame,
     ) -> Result<Self, ApiError> {
-        let sequences = requests.iter().fold(0_usize, |sum, request| sum.saturating_add(request.params.n));
-        check_size(sequences)?;
-        let pending = app.admit(caller, sequences)?;
         let mut account = Account::open(app, &requests);
-        let submitted = app.blocking(move |app| app.engine.submit_all(requests, streaming)).await;
-        let streams = submitted.map_err(|error| blame.put(app, error)).inspect_err(|_| account.void())?;
+        let texts = requests.iter().map(|request| match &request.prompt {
+            Prompt::Text { text, .. } => text.len(),
+            Prompt::Tokens(_) => 0,
+        });
+        let permit = app.encoding(texts.sum()).await.inspect_err(|_| account.void())?;
+        let caller = caller.clone();
+        // All that they have been given goes along: where nobody waits for the end of this any more, it still lasts.
+        let work = move |app: &Arc<App>| {
+            let submitted = app.engine.submit_all(requests, streaming);
+            drop((room, permit));
+            match submitted {
+                Ok(streams) => Ok((streams, pending)),
+                // It went while the request was looked at.
+                Err(EngineError::UnknownAdapter { name, .. }) => Err(target::unknown(app, &caller, &name)),
+                Err(error) => Err(error.into()),
+            }
+        };
+        let submitted = app.blocking(work).await.map_err(|error| blame.put(app, error));
+        let (streams, pending) = submitted.inspect_err(|_| account.void())?;
         account.submitted(streams.iter().map(|stream| stream.prompt_token_ids().len()));
         let prompts = streams.iter().map(|stream| stream.prompt_token_ids().to_vec()).collect();
         let tagged = streams.into_iter().enumerate().map(|(prompt, stream)| Tagged { prompt, stream });

@@ -74,7 +74,6 @@ pub(crate) fn same(a: &[u8; 32], b: &[u8; 32]) -> bool {
 /// A key in use.
 #[derive(Debug)]
 pub(crate) struct User {
-    digest: [u8; 32],
     /// None for a key that is only a key.
     named: Option<ApiKey>,
     running: Arc<AtomicUsize>,
@@ -90,28 +89,23 @@ struct Allowance {
 
 impl User {
     /// A key that may do all that users may.
-    pub(crate) fn plain(key: &str) -> Self {
-        Self { digest: digest(key), named: None, running: Arc::default(), allowance: Self::fresh(0.0) }
+    pub(crate) fn plain() -> Self {
+        Self { named: None, running: Arc::default(), allowance: Self::fresh(0.0) }
     }
 
-    /// A key of a keys file. What its owner has running, and has used up, stays from `before`.
-    pub(crate) fn named(key: ApiKey, before: &[Arc<Self>]) -> Result<Self, ServerError> {
+    /// A key of a keys file. What its owner has running, and has used up, stays from `before`, which is theirs.
+    pub(crate) fn named(key: ApiKey, before: Option<&Self>) -> Result<Self, ServerError> {
         key.check()?;
-        let known = before.iter().find(|user| user.tenant() == Some(&key.name));
-        let running = known.map(|user| Arc::clone(&user.running)).unwrap_or_default();
+        let running = before.map(|user| Arc::clone(&user.running)).unwrap_or_default();
         // Who had no limit has used up nothing of it.
-        let limited = known.filter(|user| user.named.as_ref().is_some_and(|key| key.requests_per_minute.is_some()));
+        let limited = before.filter(|user| user.named.as_ref().is_some_and(|key| key.requests_per_minute.is_some()));
         let fresh = || Self::fresh(key.requests_per_minute.map_or(0.0, |rate| rate.max(1.0)));
         let allowance = limited.map_or_else(fresh, |user| Arc::clone(&user.allowance));
-        Ok(Self { digest: digest(&key.key), named: Some(key), running, allowance })
+        Ok(Self { named: Some(key), running, allowance })
     }
 
     fn fresh(left: f64) -> Arc<Mutex<Allowance>> {
         Arc::new(Mutex::new(Allowance { left, since: Instant::now() }))
-    }
-
-    pub(crate) fn is(&self, given: &[u8; 32]) -> bool {
-        same(&self.digest, given)
     }
 
     /// Whom its requests are charged to.
@@ -222,7 +216,7 @@ mod tests {
 
     fn user(key: &str) -> Arc<User> {
         let key: ApiKey = serde_json::from_str(key).expect("a key");
-        Arc::new(User::named(key, &[]).expect("a good key"))
+        Arc::new(User::named(key, None).expect("a good key"))
     }
 
     #[test]
@@ -260,11 +254,11 @@ mod tests {
         assert_eq!(told["error"]["code"], 429);
         let again: ApiKey =
             serde_json::from_str(r#"{"name": "a", "key": "new", "requests_per_minute": 3}"#).expect("a key");
-        let reloaded = Arc::new(User::named(again, &[user]).expect("a good key"));
-        assert!(reloaded.admit(1).is_err() && reloaded.is(&digest("new")));
-        let entry = |key: &str, before: &Arc<User>| {
+        let reloaded = Arc::new(User::named(again, Some(&user)).expect("a good key"));
+        assert!(reloaded.admit(1).is_err());
+        let entry = |key: &str, before: &User| {
             let key: ApiKey = serde_json::from_str(key).expect("a key");
-            Arc::new(User::named(key, std::slice::from_ref(before)).expect("a good key"))
+            Arc::new(User::named(key, Some(before)).expect("a good key"))
         };
         let unlimited = entry(r#"{"name": "a", "key": "new"}"#, &reloaded);
         let limited = entry(r#"{"name": "a", "key": "new", "requests_per_minute": 0.5}"#, &unlimited);
@@ -282,7 +276,7 @@ mod tests {
             r#"{"name": "a", "key": "k", "weight": -1}"#,
         ] {
             let key: ApiKey = serde_json::from_str(wrong).expect("a key");
-            assert!(User::named(key, &[]).is_err(), "{wrong}");
+            assert!(User::named(key, None).is_err(), "{wrong}");
         }
         assert!(serde_json::from_str::<ApiKey>(r#"{"name": "a", "key": "k", "adaptors": []}"#).is_err());
     }

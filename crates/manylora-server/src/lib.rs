@@ -3,8 +3,8 @@
 //! [`router`] is an axum router over a running engine, for mounting in another service; [`Server`] binds a port and runs it
 //! until it is told to stop, draining what runs. Names, shapes and messages are those of OpenAI's API as vLLM extends it.
 //!
-//! Reading order: [`config`]; `app` (what all routes share) and `routes`; then the way of a request: `body` and `fields` (JSON in,
-//! with errors that name the place), `sampling` and `structured` (fields to sampling parameters), `target` (model name to adapters), `resolver` (adapters found at first use),
+//! Reading order: [`config`]; `app` (what all routes share) and `routes`; then the way of a request: `body`, `json` and `fields` (JSON in,
+//! within bounds, with errors that name the place), `sampling` and `structured` (fields to sampling parameters), `target` (model name to adapters), `resolver` (adapters found at first use),
 //! `completions` and `chat` (with `tools`, `reasoning` and `speech`, which take what a model says apart), `generation` (the engine's streams), `events` (server-sent events), `logprobs`. `adapters` loads,
 //! unloads and pins, behind `auth`; `keys` has what each user may do; `metrics` counts and tells; `error` is the one place where errors become answers; `listener` has the port, `waiting` answers on it until there is a model, `connection` is what comes in by it, `tls` its encryption.
 
@@ -23,6 +23,7 @@ mod events;
 mod fields;
 mod generation;
 mod identity;
+mod json;
 mod keys;
 mod listener;
 mod logprobs;

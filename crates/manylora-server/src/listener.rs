@@ -9,6 +9,7 @@ use hyper_util::server::graceful::GracefulShutdown;
 use manylora::EngineHandle;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
+use tokio::task::JoinSet;
 
 use crate::app::App;
 use crate::config::ServerConfig;
@@ -19,6 +20,8 @@ use crate::metrics;
 use crate::routes::routes;
 use crate::tls::Tls;
 
+/// How often to look whether the engine is still there.
+const LOOK_AT_ENGINE: Duration = Duration::from_millis(250);
 /// How long to wait before accepting again when the system has no descriptor left.
 const OUT_OF_DESCRIPTORS: Duration = Duration::from_millis(100);
 
@@ -60,7 +63,6 @@ impl Server {
         config: ServerConfig,
     ) -> Result<Self, ServerError> {
         let tls = Tls::open(&config.tls)?.map(Arc::new);
-        let app = App::new(engine, config)?;
         let prepared = || {
             listener.set_nonblocking(true)?;
             let address = listener.local_addr()?;
@@ -68,6 +70,8 @@ impl Server {
         };
         let (listener, address) =
             prepared().map_err(|source| ServerError::Io { what: "preparing the port", source })?;
+        // Who may manage adapters without a key depends on it.
+        let app = App::new(engine, config, Some(address.ip()))?;
         Ok(Self { app, listener, address, tls })
     }
 
@@ -124,12 +128,19 @@ impl Server {
     }
 
     /// Answers requests until `stop` resolves, then takes no new ones and waits for those that run, up to
-    /// `shutdown_timeout`.
-    pub async fn run(self, stop: impl Future<Output = ()>) {
+    /// `shutdown_timeout`. Connections end with this, also where it is dropped.
+    ///
+    /// # Errors
+    ///
+    /// The engine has ended by itself, so that nothing is left to wait for.
+    pub async fn run(self, stop: impl Future<Output = ()>) -> Result<(), ServerError> {
         let graceful = GracefulShutdown::new();
+        let mut connections = JoinSet::new();
         let router = routes(&self.app);
-        let interval = self.app.config.log_stats_interval;
-        let reporter = interval.map(|every| tokio::spawn(metrics::report(Arc::clone(&self.app), every)));
+        let mut reporter = JoinSet::new();
+        if let Some(every) = self.app.config.log_stats_interval {
+            reporter.spawn(metrics::report(Arc::clone(&self.app), every));
+        }
         let (running, stopping) = watch::channel(());
         let mut stop = std::pin::pin!(stop);
         let mut refreshed = std::pin::pin!(async {
@@ -138,17 +149,28 @@ impl Server {
                 None => std::future::pending().await,
             }
         });
+        let mut looks = tokio::time::interval(LOOK_AT_ENGINE);
+        let mut ended = Ok(());
         loop {
             let accepted = tokio::select! {
                 accepted = self.listener.accept() => accepted,
                 () = &mut stop => break,
                 never = &mut refreshed => match never {},
+                Some(_) = connections.join_next() => continue,
+                _ = looks.tick() => match self.app.engine.check_health() {
+                    Ok(()) => continue,
+                    Err(error) => {
+                        tracing::error!("{error}: nothing can be served any more");
+                        ended = Err(ServerError::EngineStopped(error));
+                        break;
+                    }
+                }
             };
             match accepted {
                 Ok((stream, peer)) => {
                     let (router, tls) = (router.clone(), self.tls.clone());
                     let watcher = graceful.watcher();
-                    tokio::spawn(connection::serve(stream, peer, router, watcher, tls, stopping.clone()));
+                    connections.spawn(connection::serve(stream, peer, router, watcher, tls, stopping.clone()));
                 }
                 Err(error) => {
                     // A connection that ended before it was taken is none; without descriptors, wait for some.
@@ -163,11 +185,7 @@ impl Server {
             }
         }
         self.app.drain();
-        if let Some(reporter) = reporter {
-            reporter.abort();
-        }
-        drop(running);
-        drop(self.listener);
+        drop((running, reporter, self.listener));
         let (running, timeout) = (self.app.load(), self.app.config.shutdown_timeout);
         if running > 0 {
             tracing::info!("shutting down: waiting for {running} requests, up to {} s", timeout.as_secs_f64());
@@ -175,6 +193,8 @@ impl Server {
         if tokio::time::timeout(timeout, graceful.shutdown()).await.is_err() {
             tracing::warn!("requests that still ran after {} s were ended", timeout.as_secs_f64());
         }
+        connections.shutdown().await;
+        ended
     }
 }
 
@@ -183,4 +203,96 @@ pub fn bind(host: &str, port: u16) -> Result<std::net::TcpListener, ServerError>
     let plain = host.trim_start_matches('[').trim_end_matches(']');
     std::net::TcpListener::bind((plain, port))
         .map_err(|source| ServerError::Bind { address: format!("{host}:{port}"), source })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use manylora::{Device, Engine, EngineConfig};
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::TcpStream;
+    use tokio::sync::oneshot;
+    use tokio::time::timeout;
+
+    use super::*;
+
+    const SOON: Duration = Duration::from_secs(20);
+
+    fn engine() -> Engine {
+        let base = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/oracle/llama/base");
+        Engine::start(EngineConfig {
+            device: Device::Cpu,
+            kv_cache_memory_bytes: Some(32 << 20),
+            num_threads: Some(1),
+            ..EngineConfig::new(base)
+        })
+        .expect("an engine")
+    }
+
+    async fn server(engine: &Engine) -> Server {
+        let config = ServerConfig { port: 0, shutdown_timeout: Duration::ZERO, ..ServerConfig::default() };
+        Server::bind(engine.handle(), config).await.expect("a server")
+    }
+
+    /// A stream that has begun and takes long.
+    async fn long_stream(address: SocketAddr) -> TcpStream {
+        let prompts = vec!["[5, 40, 99]"; 64].join(", ");
+        let body = format!(r#"{{"prompt": [{prompts}], "max_tokens": 500, "ignore_eos": true, "stream": true}}"#);
+        let mut stream = TcpStream::connect(address).await.expect("a connection");
+        let head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: ";
+        stream.write_all(format!("{head}{}\r\n\r\n{body}", body.len()).as_bytes()).await.expect("a request");
+        let mut beginning = [0; 12];
+        stream.read_exact(&mut beginning).await.expect("an answer");
+        assert_eq!(&beginning, b"HTTP/1.1 200");
+        stream
+    }
+
+    /// It was cut off, and what made it is gone.
+    async fn ends_early(mut stream: TcpStream, engine: &Engine) {
+        let mut rest = Vec::new();
+        // A connection that is closed with something unread is an error.
+        let _ = timeout(SOON, stream.read_to_end(&mut rest)).await.expect("an end");
+        assert!(!String::from_utf8_lossy(&rest).contains("[DONE]"));
+        let idle = async {
+            while engine.handle().stats().expect("an engine").core.running > 0 {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        };
+        timeout(SOON, idle).await.expect("nothing that runs on");
+    }
+
+    #[tokio::test]
+    async fn connections_end_with_the_server() {
+        let engine = engine();
+        let server = server(&engine).await;
+        let (stop, stopped) = oneshot::channel::<()>();
+        let address = server.address();
+        let running = tokio::spawn(server.run(async { drop(stopped.await) }));
+        let stream = long_stream(address).await;
+        stop.send(()).expect("a server");
+        timeout(SOON, running).await.expect("an end").expect("no panic").expect("an engine");
+        ends_early(stream, &engine).await;
+    }
+
+    #[tokio::test]
+    async fn connections_end_with_a_server_that_is_dropped() {
+        let engine = engine();
+        let server = server(&engine).await;
+        let address = server.address();
+        let running = tokio::spawn(server.run(std::future::pending()));
+        let stream = long_stream(address).await;
+        running.abort();
+        ends_early(stream, &engine).await;
+    }
+
+    #[tokio::test]
+    async fn a_server_ends_with_its_engine() {
+        let engine = engine();
+        let server = server(&engine).await;
+        let running = tokio::spawn(server.run(std::future::pending()));
+        tokio::task::spawn_blocking(move || drop(engine)).await.expect("an end");
+        let ended = timeout(SOON, running).await.expect("an end").expect("no panic");
+        assert!(matches!(ended, Err(ServerError::EngineStopped(_))), "{ended:?}");
+    }
 }

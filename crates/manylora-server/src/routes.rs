@@ -95,10 +95,15 @@ impl Routing {
     }
 }
 
-/// The whole surface over a running engine, for mounting in another service. Without the listener of this crate nothing
-/// tells who the peer is, so that managing adapters needs an admin key.
+/// The whole surface over a running engine, for mounting in another service. Who asks from where is that service's to know,
+/// so that managing adapters needs an admin key.
 pub fn router(engine: EngineHandle, config: ServerConfig) -> Result<Router, ServerError> {
-    Ok(routes(&App::new(engine, config)?))
+    if config.allow_runtime_lora_updating && config.admin_api_key.is_none() {
+        return Err(ServerError::InvalidSetting(
+            "allow_runtime_lora_updating needs admin_api_key where another service listens: give one".to_owned(),
+        ));
+    }
+    Ok(routes(&App::new(engine, config, None)?))
 }
 
 pub(crate) fn routes(app: &Arc<App>) -> Router {

@@ -8,23 +8,44 @@ use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::response::Response;
 use manylora::EngineError;
+use serde::Serialize;
 use serde_json::json;
 
 use crate::answer;
-use crate::app::App;
-use crate::body;
+use crate::app::{App, Pending};
+use crate::body::Room;
 use crate::chat::Conversation;
 use crate::error::ApiError;
 use crate::fields::Fields;
 use crate::keys::Caller;
 use crate::target;
 
-/// The fields of a body but those that say whom it is for, which is checked and makes no difference.
-async fn read(app: &Arc<App>, caller: &Caller, headers: &HeaderMap, body: Body) -> Result<Fields, ApiError> {
-    let mut fields = body::read(headers, body, app.config.max_body_bytes).await?;
+/// Bytes of text that are encoded and token ids that are decoded even where no prompt can have as many.
+const LEAST_BYTES: usize = 1 << 20;
+const LEAST_TOKENS: usize = 1 << 17;
+
+/// The fields of a body but those that say whom it is for, which is checked and makes no difference; and what it was given
+/// while it is worked on.
+async fn read(
+    app: &Arc<App>,
+    caller: &Caller,
+    headers: &HeaderMap,
+    body: Body,
+) -> Result<(Fields, Pending, Room), ApiError> {
+    let mut fields = app.read(headers, body).await?;
+    let room = fields.take_room();
     target::resolve(app, caller, &fields).await?;
     target::read(app, caller, &mut fields)?;
-    Ok(fields)
+    let pending = app.admit(caller, 1)?;
+    Ok((fields, pending, room))
+}
+
+#[derive(Serialize)]
+struct Tokenized {
+    count: usize,
+    max_model_len: usize,
+    tokens: Vec<u32>,
+    token_strs: Option<Vec<String>>,
 }
 
 /// Token ids of a prompt, or of messages through the chat template.
@@ -34,28 +55,37 @@ pub(crate) async fn tokenize(
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, ApiError> {
-    let mut fields = read(&app, &caller, &headers, body).await?;
+    let (mut fields, pending, room) = read(&app, &caller, &headers, body).await?;
     let spelled = fields.flag("return_token_strs")?.unwrap_or(false);
-    let (text, add_special_tokens) = if let Some(text) = fields.text("prompt")? {
-        (text, fields.flag("add_special_tokens")?.unwrap_or(true))
+    let (text, add_special_tokens, held) = if let Some(text) = fields.text("prompt")? {
+        (text, fields.flag("add_special_tokens")?.unwrap_or(true), (pending, room))
     } else {
         let tools = fields.array("tools")?.map(serde_json::Value::Array);
         let conversation = Conversation::read(&app, &mut fields, tools)?;
         let add_special_tokens = conversation.add_special_tokens;
-        (conversation.render(&app).await?, add_special_tokens)
+        let (text, held) = conversation.render(&app, (pending, room)).await?;
+        (text, add_special_tokens, held)
     };
-    let (tokens, spellings) = app
-        .blocking(move |app| {
-            let tokenizer = app.engine.tokenizer()?;
-            let tokens = tokenizer.encode(&text, add_special_tokens).map_err(EngineError::from)?;
-            let spellings =
-                spelled.then(|| tokens.iter().map(|&token| tokenizer.token_text(token)).collect::<Vec<_>>());
-            Ok((tokens, spellings))
-        })
-        .await?;
-    Ok(answer::json(&json!({
-        "count": tokens.len(), "max_model_len": app.engine.info().max_model_len, "tokens": tokens, "token_strs": spellings,
-    })))
+    drop(fields);
+    let permit = app.encoding(text.len()).await?;
+    app.blocking(move |app| {
+        let tokenizer = app.engine.tokenizer()?;
+        let (most, fewest) = (app.engine.info().max_model_len, tokenizer.fewest_tokens(&text));
+        if fewest > most && text.len() > LEAST_BYTES {
+            return Err(ApiError::bad_request(format!(
+                "the text has `{}` bytes, which are `{fewest}` tokens at least, and the longest prompt has {most}; texts of up to \
+                 {LEAST_BYTES} bytes are encoded in any case",
+                text.len()
+            ))
+            .about("prompt"));
+        }
+        let tokens = tokenizer.encode(&text, add_special_tokens).map_err(EngineError::from)?;
+        let token_strs = spelled.then(|| tokens.iter().map(|&token| tokenizer.token_text(token)).collect());
+        let answer = answer::json(&Tokenized { count: tokens.len(), max_model_len: most, tokens, token_strs });
+        drop((held, permit));
+        Ok(answer)
+    })
+    .await
 }
 
 /// Text of token ids.
@@ -65,12 +95,21 @@ pub(crate) async fn detokenize(
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, ApiError> {
-    let mut fields = read(&app, &caller, &headers, body).await?;
+    let (mut fields, pending, room) = read(&app, &caller, &headers, body).await?;
     let Some(tokens) = fields.tokens("tokens")? else {
         return Err(ApiError::bad_request("`tokens` is missing; give an array of token ids").about("tokens"));
     };
-    let text = app
-        .blocking(move |app| app.engine.tokenizer()?.decode(&tokens, false, true).map_err(EngineError::from))
-        .await?;
-    Ok(answer::json(&json!({"prompt": text})))
+    let most = app.engine.info().max_model_len.max(LEAST_TOKENS);
+    if tokens.len() > most {
+        return Err(
+            ApiError::bad_request(format!("`tokens` has `{}` ids, and can have {most}", tokens.len())).about("tokens")
+        );
+    }
+    app.blocking(move |app| {
+        let text = app.engine.tokenizer()?.decode(&tokens, false, true).map_err(EngineError::from)?;
+        let answer = answer::json(&json!({"prompt": text}));
+        drop((pending, room));
+        Ok(answer)
+    })
+    .await
 }

@@ -25,8 +25,9 @@ def read_keys(path: str) -> str:
 
     """
     try:
-        # JSON is YAML too.
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        # JSON is YAML too. Thousands of entries take the parser in Python many seconds.
+        content = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except yaml.YAMLError as error:
         # Its own text quotes the line, in which there may be a key.
         mark = getattr(error, "problem_mark", None)

@@ -248,10 +248,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until the process is told to stop."""
     as_json = arguments.log_format == "json"
     set_log(arguments.log_level or "info", json_lines=as_json)
+    hung_up: list[int] = []
+    if arguments.keys_file:
+        # What would end the process until the server listens for it. The keys are read before that.
+        signal.signal(signal.SIGHUP, lambda number, _: hung_up.append(number))
     asked = plan(arguments)
-    if asked.keys_file:
-        # What would end the process until the server listens for it.
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # Before the model is loaded, which takes longer than finding out that the port is taken or a certificate is wrong.
     port = _core.Port(asked.server, _fetcher(asked.engine))
     with LLM(model=asked.model, use_tqdm_on_load=not as_json, **asked.engine) as llm:
@@ -259,7 +260,13 @@ def run(arguments: argparse.Namespace) -> int:
         # The server handles them from here on; Python's own handler would raise beside it.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         reload = reloader(asked.keys_file) if asked.keys_file else None
-        _core.serve(llm._core, port, _ready, reload)
+
+        def ready(scheme: str, host: str, port: int, notes: list[str]) -> None:
+            _ready(scheme, host, port, notes)
+            if hung_up:
+                os.kill(os.getpid(), signal.SIGHUP)
+
+        _core.serve(llm._core, port, ready, reload)
     return 0
 
 

@@ -3,7 +3,10 @@
 use std::collections::HashSet;
 use std::hash::Hash;
 
-use super::{MAX_LOGIT_BIAS, MIN_TEMPERATURE, SamplingLimits, SamplingParams};
+use super::{
+    MAX_BAD_WORD_BYTES, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_BYTES, MAX_STOP_STRINGS, MIN_TEMPERATURE,
+    SamplingLimits, SamplingParams,
+};
 use crate::error::CoreError;
 
 /// Parameters in the form that the engine works with, and what the caller should be told about the change.
@@ -21,6 +24,17 @@ pub(super) fn refuse<T>(parameter: &'static str, message: String) -> Result<T, C
 
 fn check_range(parameter: &'static str, value: f64, valid: bool, range: &str) -> Result<(), CoreError> {
     if valid { Ok(()) } else { refuse(parameter, format!("{parameter} must be {range}, got {value:?}.")) }
+}
+
+/// Each token is compared with them, on the thread that serves everybody.
+fn check_size(parameter: &'static str, texts: &[String], most: usize, most_bytes: usize) -> Result<(), CoreError> {
+    let bytes: usize = texts.iter().map(String::len).sum();
+    if texts.len() <= most && bytes <= most_bytes {
+        return Ok(());
+    }
+    let message =
+        format!("{parameter} can have {most} strings of {most_bytes} bytes in all, got {} of {bytes}.", texts.len());
+    refuse(parameter, message)
 }
 
 /// The ids that are not tokens of the model.
@@ -53,6 +67,8 @@ impl SamplingParams {
     /// duplicates are dropped, biases are clamped, positive temperatures below [`MIN_TEMPERATURE`] are raised to it
     /// (with a warning), and greedy sampling switches top_p, top_k and min_p off.
     pub fn normalize(&self) -> Result<NormalizedSampling, CoreError> {
+        check_size("stop", &self.stop, MAX_STOP_STRINGS, MAX_STOP_BYTES)?;
+        check_size("bad_words", &self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_BYTES)?;
         let mut params = self.clone();
         let mut warnings = Vec::new();
         if params.temperature > 0.0 && params.temperature < MIN_TEMPERATURE {

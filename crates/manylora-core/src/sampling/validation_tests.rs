@@ -82,6 +82,21 @@ fn refusals_name_the_value_and_the_range() {
             "stop strings are only supported when detokenize is True. Set detokenize=True to use stop=[\"a\"].",
         ),
         (
+            "stop",
+            |p| p.stop = vec!["a".into(); 1025],
+            "stop can have 1024 strings of 32768 bytes in all, got 1025 of 1025.",
+        ),
+        (
+            "stop",
+            |p| p.stop = vec!["a".repeat(16_000); 3],
+            "stop can have 1024 strings of 32768 bytes in all, got 3 of 48000.",
+        ),
+        (
+            "bad_words",
+            |p| p.bad_words = vec!["ab".into(); 4097],
+            "bad_words can have 4096 strings of 65536 bytes in all, got 4097 of 8194.",
+        ),
+        (
             "bad_words",
             |p| p.bad_words = vec![String::new()],
             "bad_words cannot contain an empty string. Got bad_words=[\"\"]",

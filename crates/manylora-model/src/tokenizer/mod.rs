@@ -1,12 +1,14 @@
 //! Text to token ids and back, whatever a checkpoint ships: `tokenizer.json` or GGUF metadata.
 //!
 //! The engine sees one [`Tokenizer`]. Reading order: this file, [`directory`] and [`gguf`] (where tokenizers come from;
-//! what they read is checked by [`crate::vocabulary`] first), [`detokenizer`] (streaming), [`stop`] (stop strings).
+//! what they read is checked by [`crate::vocabulary`] first), [`detokenizer`] (streaming), [`stop`] (stop strings),
+//! [`reach`] (what a text comes to at least).
 
 pub mod detokenizer;
 mod directory;
 mod gguf;
 mod pre_tokenizer;
+mod reach;
 pub mod stop;
 
 use std::any::Any;
@@ -20,7 +22,9 @@ use crate::error::ModelError;
 
 pub use detokenizer::Detokenizer;
 pub(crate) use directory::{read_object, read_optional};
-pub use stop::{Released, StopChecker};
+pub use stop::{Released, StopChecker, StopStrings};
+
+use reach::Reach;
 
 use crate::vocabulary::token_text::TokenText;
 
@@ -33,6 +37,8 @@ pub struct Tokenizer {
 struct Inner {
     pipeline: tokenizers::Tokenizer,
     text: TokenText,
+    /// None where a text of any length can be few tokens.
+    reach: Option<Reach>,
     special: HashSet<u32>,
     added: HashSet<u32>,
     named: BTreeMap<String, String>,
@@ -90,7 +96,8 @@ impl Tokenizer {
         let (bos, eos) = (id_named("bos_token"), id_named("eos_token"));
         let vocab_size = pipeline.get_vocab_size(true);
         let max_id = text.len().saturating_sub(1) as u32;
-        Self { inner: Arc::new(Inner { pipeline, text, special, added, named, bos, eos, max_id, vocab_size }) }
+        let reach = Reach::of(&pipeline, &text);
+        Self { inner: Arc::new(Inner { pipeline, text, reach, special, added, named, bos, eos, max_id, vocab_size }) }
     }
 
     /// Token ids of a text. `add_special_tokens` adds what the tokenizer puts around a prompt (bos, for those that do);
@@ -102,6 +109,12 @@ impl Tokenizer {
                 Err(ModelError::Tokenizer(format!("the text ({} bytes) could not be encoded: {error}", text.len())))
             }
         })
+    }
+
+    /// Tokens that a text has at least, by its length alone: 0 where nothing can be said, because the tokenizer leaves
+    /// out what it does not know.
+    pub fn fewest_tokens(&self, text: &str) -> usize {
+        self.inner.reach.map_or(0, |reach| reach.fewest_tokens(text))
     }
 
     /// Text of a sequence. Ids without a token (rows that pad the embedding) give nothing; bytes that are no UTF-8 give

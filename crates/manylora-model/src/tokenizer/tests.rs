@@ -169,9 +169,56 @@ fn streamed(tokenizer: &Tokenizer, ids: &[u32], skip: bool) -> String {
     text + &stream.finish().unwrap()
 }
 
+fn stop_strings(stops: &[&str]) -> Arc<StopStrings> {
+    Arc::new(StopStrings::new(stops.iter().map(|stop| (*stop).to_owned()).collect()))
+}
+
+/// The byte-level vocabulary in the library's own format, changed.
+fn changed(change: impl FnOnce(&mut serde_json::Value)) -> Tokenizer {
+    let folder = tempfile::tempdir().unwrap();
+    let original = Tokenizer::from_gguf(&tiny_bpe()).unwrap();
+    let mut json = serde_json::to_value(&original.inner.pipeline).unwrap();
+    change(&mut json);
+    std::fs::write(folder.path().join("tokenizer.json"), json.to_string()).unwrap();
+    Tokenizer::from_directory(folder.path()).unwrap()
+}
+
+#[test]
+fn texts_that_are_too_long_are_known_by_their_length() {
+    for (model, tokenizer) in BOTH.iter() {
+        // `Ġhello` is 6 bytes, `<0x00>` too.
+        let text = "x".repeat(6000);
+        assert_eq!(tokenizer.fewest_tokens(&text), 1000, "{model}");
+        assert!(tokenizer.encode(&text, false).unwrap().len() >= 1000);
+    }
+    let composed = changed(|json| json["normalizer"] = serde_json::json!({"type": "NFKC"}));
+    // Four bytes each, of which one is left.
+    let text = "\u{1d421}\u{1d41e}\u{1d425}\u{1d425}\u{1d428}".repeat(100);
+    assert_eq!(composed.encode(&text, false).unwrap().len(), 100);
+    assert_eq!(composed.fewest_tokens(&text), 2000_usize.div_ceil(24));
+    // White space beside a token that takes it along is nothing.
+    let strips = changed(|json| json["added_tokens"][2]["rstrip"] = true.into());
+    let text = format!("<tool>{}", " ".repeat(10_000));
+    assert_eq!((strips.encode(&text, false).unwrap().len(), strips.fewest_tokens(&text)), (1, 1));
+    for normalizer in [
+        serde_json::json!({"type": "StripAccents"}),
+        serde_json::json!({"type": "Replace", "pattern": {"Regex": "x+"}, "content": "x"}),
+        serde_json::json!({"type": "Replace", "pattern": {"String": "x"}, "content": ""}),
+        serde_json::json!({"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "StripAccents"}]}),
+    ] {
+        let drops = changed(|json| json["normalizer"] = normalizer.clone());
+        assert_eq!(drops.fewest_tokens(&"x".repeat(6000)), 0, "{normalizer}");
+    }
+    // Without a byte of the alphabet that byte is left out.
+    let holey = changed(|json| {
+        json["model"]["vocab"].as_object_mut().unwrap().remove("z");
+    });
+    assert_eq!((holey.encode("zzz", false).unwrap().len(), holey.fewest_tokens(&"x".repeat(6000))), (0, 0));
+}
+
 /// What is emitted and which stop string matched when a text arrives in these pieces.
 fn emitted(stops: &[&str], include: bool, pieces: &[&str], unchecked: usize) -> (String, Option<String>) {
-    let mut checker = StopChecker::new(stops.iter().map(|stop| (*stop).to_owned()).collect(), include);
+    let mut checker = StopChecker::new(stop_strings(stops), include);
     let mut text = String::new();
     for (index, piece) in pieces.iter().enumerate() {
         let released = checker.push(piece, index >= unchecked);
@@ -195,7 +242,7 @@ fn a_47_stop_string_split_over_tokens() {
     // min_tokens: no match may end in the first pieces, one may begin there.
     assert_eq!(emitted(&["END"], false, &["END", "x", "END"], 1), ("ENDx".to_owned(), Some("END".to_owned())));
     assert_eq!(emitted(&["END"], false, &["xEN", "D"], 1), ("x".to_owned(), Some("END".to_owned())));
-    let mut checker = StopChecker::new(vec!["END".to_owned()], false);
+    let mut checker = StopChecker::new(stop_strings(&["END"]), false);
     assert_eq!(checker.push("say E", true), Released { text: "say ", stop: None });
     assert_eq!(checker.push("x", true), Released { text: "Ex", stop: None });
     assert_eq!(checker.push("END", true), Released { text: "", stop: Some(0) });
@@ -234,6 +281,15 @@ proptest! {
             let ids = tokenizer.encode(&text, false).unwrap();
             prop_assert_eq!(streamed(tokenizer, &ids, false), text.as_str());
         }
+    }
+
+    #[test]
+    fn a_text_has_the_tokens_that_its_length_says(text in "[ \\PC\u{1fbe}\u{308}\u{301}\u{212b}he<tol>]{0,60}") {
+        for (_, tokenizer) in BOTH.iter() {
+            prop_assert!(tokenizer.fewest_tokens(&text) <= tokenizer.encode(&text, false).unwrap().len());
+        }
+        let composed = changed(|json| json["normalizer"] = serde_json::json!({"type": "NFC"}));
+        prop_assert!(composed.fewest_tokens(&text) <= composed.encode(&text, false).unwrap().len());
     }
 
     #[test]

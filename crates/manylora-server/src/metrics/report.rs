@@ -10,11 +10,11 @@ use crate::app::App;
 
 /// Writes lines until it is dropped, or the engine ends.
 pub(crate) async fn report(app: Arc<App>, every: Duration) {
-    let Ok(mut before) = app.blocking(|app| app.engine.stats()).await else { return };
+    let Ok(mut before) = app.blocking(|app| Ok(app.engine.stats()?)).await else { return };
     let mut since = Instant::now();
     loop {
         tokio::time::sleep(every).await;
-        let Ok(now) = app.blocking(|app| app.engine.stats()).await else { return };
+        let Ok(now) = app.blocking(|app| Ok(app.engine.stats()?)).await else { return };
         let seconds = since.elapsed().as_secs_f64();
         since = Instant::now();
         if now.running + now.waiting > 0 || activity(&before) != activity(&now) {

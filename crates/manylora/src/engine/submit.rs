@@ -8,7 +8,7 @@ use std::sync::mpsc::sync_channel;
 
 use manylora_core::sampling::{DEFAULT_MAX_N, LogprobCount, SamplingLimits};
 use manylora_core::{AdapterUse, NewRequest, RequestId, SamplingParams, SchedulingPolicy};
-use manylora_model::tokenizer::{Detokenizer, StopChecker};
+use manylora_model::tokenizer::{Detokenizer, StopChecker, StopStrings};
 
 use super::command::Command;
 use super::handle::{Logits, Shared};
@@ -24,6 +24,7 @@ use crate::structure::{Constraint, Grammar};
 struct Sampling {
     params: SamplingParams,
     bad_words: Vec<Vec<u32>>,
+    stops: Arc<StopStrings>,
     grammar: Option<Arc<Grammar>>,
 }
 
@@ -122,7 +123,8 @@ fn check_sampling(shared: &Shared, params: &SamplingParams) -> Result<Sampling, 
     };
     let compile = |outputs| shared.structure.compile(shared.tokenizer()?, outputs);
     let grammar = params.structured_outputs.as_ref().map(compile).transpose()?;
-    Ok(Sampling { params, bad_words, grammar })
+    let stops = Arc::new(StopStrings::new(std::mem::take(&mut params.stop)));
+    Ok(Sampling { params, bad_words, stops, grammar })
 }
 
 fn check(
@@ -136,7 +138,11 @@ fn check(
     }
     let prompt = match request.prompt {
         Prompt::Tokens(tokens) => tokens,
-        Prompt::Text { text, add_special_tokens } => shared.tokenizer()?.encode(&text, add_special_tokens)?,
+        Prompt::Text { text, add_special_tokens } => {
+            let tokenizer = shared.tokenizer()?;
+            check_text(&text, tokenizer.fewest_tokens(&text), shared.info.max_model_len)?;
+            tokenizer.encode(&text, add_special_tokens)?
+        }
     };
     check_prompt(&prompt, shared.spec.vocab_size, shared.info.max_model_len)?;
     let (adapters, holds) = resolve(shared, &request.adapters, names)?.into_iter().unzip();
@@ -149,6 +155,19 @@ fn check(
         cache_salt: request.cache_salt,
         tenant: request.tenant,
     })
+}
+
+/// Refuses what cannot fit, however it is encoded: encoding takes time, and far more memory than the text.
+fn check_text(text: &str, fewest_tokens: usize, max_model_len: usize) -> Result<(), EngineError> {
+    if fewest_tokens < max_model_len {
+        return Ok(());
+    }
+    Err(EngineError::InvalidArgument(format!(
+        "This model's maximum context length is {max_model_len} tokens. The prompt has `{}` bytes of text, which are \
+         `{fewest_tokens}` tokens at least, and with one token of output that is longer than max_model_len; shorten it or raise \
+         max_model_len.",
+        text.len()
+    )))
 }
 
 fn check_prompt(prompt: &[u32], vocab_size: usize, max_model_len: usize) -> Result<(), EngineError> {
@@ -241,7 +260,7 @@ fn queue(shared: &Arc<Shared>, request: Checked, streaming: bool) -> Result<Requ
                 max_tokens: core.max_tokens,
                 sampler: sampler(shared, &request, key),
                 stop_tokens: stop_tokens(shared, params),
-                text: text_state(shared, &request.prompt, params)?,
+                text: text_state(shared, &request)?,
                 prompt: Arc::clone(&request.prompt),
                 prompt_logprobs,
                 adapters: request.adapters.iter().map(|adapter| adapter.registration).collect(),
@@ -273,7 +292,7 @@ fn core_request(shared: &Shared, request: &Checked, id: RequestId, all_prompt_lo
 }
 
 fn sampler(shared: &Shared, request: &Checked, key: RandomKey) -> SequenceSampler {
-    let Sampling { params, bad_words, grammar } = &*request.sampling;
+    let Sampling { params, bad_words, grammar, .. } = &*request.sampling;
     let mut end_tokens = shared.end_tokens.clone();
     end_tokens.extend_from_slice(&params.stop_token_ids);
     SequenceSampler::new(
@@ -301,13 +320,18 @@ fn stop_tokens(shared: &Shared, params: &SamplingParams) -> StopTokens {
     }
 }
 
-fn text_state(shared: &Shared, prompt: &[u32], params: &SamplingParams) -> Result<Option<TextState>, EngineError> {
+fn text_state(shared: &Shared, request: &Checked) -> Result<Option<TextState>, EngineError> {
+    let Sampling { params, stops, .. } = &*request.sampling;
     if !params.detokenize {
         return Ok(None);
     }
     let tokenizer = shared.tokenizer()?;
-    let detokenizer =
-        Detokenizer::after_prompt(tokenizer, prompt, params.skip_special_tokens, params.spaces_between_special_tokens)?;
-    let stops = StopChecker::new(params.stop.clone(), params.include_stop_str_in_output);
+    let detokenizer = Detokenizer::after_prompt(
+        tokenizer,
+        &request.prompt,
+        params.skip_special_tokens,
+        params.spaces_between_special_tokens,
+    )?;
+    let stops = StopChecker::new(Arc::clone(stops), params.include_stop_str_in_output);
     Ok(Some(TextState { detokenizer: Some(detokenizer), stops }))
 }

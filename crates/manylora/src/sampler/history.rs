@@ -1,6 +1,6 @@
 //! What a sequence has said so far, as far as its next token depends on it: penalties and bad words.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
 use manylora_core::CoreError;
 use manylora_core::sampling::SamplingParams;
@@ -61,9 +61,10 @@ impl Penalties {
 #[derive(Clone, Debug, Default)]
 pub(super) struct BadWords {
     single: Vec<u32>,
-    longer: Vec<Vec<u32>>,
+    /// Longer ones by the token before their last one, which is the output's last where they can be completed.
+    longer: HashMap<u32, Vec<Vec<u32>>>,
     /// The end of the output, as long as the longest sequence without its last token.
-    recent: Vec<u32>,
+    recent: VecDeque<u32>,
     longest_prefix: usize,
 }
 
@@ -74,9 +75,9 @@ impl BadWords {
             match sequence.as_slice() {
                 [] => {}
                 [token] => words.single.push(*token),
-                _ => {
+                [.., before, _] => {
                     words.longest_prefix = words.longest_prefix.max(sequence.len() - 1);
-                    words.longer.push(sequence.clone());
+                    words.longer.entry(*before).or_default().push(sequence.clone());
                 }
             }
         }
@@ -92,16 +93,18 @@ impl BadWords {
             return;
         }
         if self.recent.len() == self.longest_prefix {
-            self.recent.remove(0);
+            self.recent.pop_front();
         }
-        self.recent.push(token);
+        self.recent.push_back(token);
     }
 
     /// The tokens that would complete a word now.
     pub(super) fn banned(&self) -> impl Iterator<Item = u32> {
-        let completing = self.longer.iter().filter_map(|word| {
+        let begun = self.recent.back().and_then(|token| self.longer.get(token)).into_iter().flatten();
+        let completing = begun.filter_map(|word| {
             let (last, prefix) = word.split_last()?;
-            self.recent.ends_with(prefix).then_some(*last)
+            let since = self.recent.len().checked_sub(prefix.len())?;
+            self.recent.iter().skip(since).eq(prefix).then_some(*last)
         });
         self.single.iter().copied().chain(completing)
     }
