@@ -208,13 +208,11 @@ pub(crate) fn without_paths(message: &str) -> String {
         let begins = apart && !rest[at + 1..].starts_with('/');
         // Between marks a path may have spaces; elsewhere it ends with the word.
         let quote = before.filter(|mark| "`'\"".contains(*mark));
-        let end = match quote.and_then(|mark| rest[at..].find(mark)) {
-            Some(length) => at + length,
-            None => {
-                let word = rest[at..].find(char::is_whitespace).map_or(rest.len(), |length| at + length);
-                at + rest[at..word].trim_end_matches([',', ';', ':', '.', ')', '`', '\'', '"']).len()
-            }
+        let word = || {
+            let length = rest[at..].find(char::is_whitespace).unwrap_or(rest.len() - at);
+            rest[at..at + length].trim_end_matches([',', ';', ':', '.', ')', '`', '\'', '"']).len()
         };
+        let end = at + quote.and_then(|mark| rest[at..].find(mark)).unwrap_or_else(word);
         if begins && end > at + 1 {
             shown.push_str(&rest[..at]);
             shown.push_str("<path>");

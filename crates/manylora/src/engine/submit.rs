@@ -215,14 +215,10 @@ fn resolve(
                     adapter.name, adapter.scale
                 )));
             }
-            let entry = match names.get(&adapter.name) {
-                Some(entry) => entry.clone(),
-                None => {
-                    let entry = shared.registry.resolve(&adapter.name)?;
-                    names.insert(adapter.name.clone(), entry.clone());
-                    entry
-                }
-            };
+            if !names.contains_key(&adapter.name) {
+                names.insert(adapter.name.clone(), shared.registry.resolve(&adapter.name)?);
+            }
+            let entry = names[&adapter.name].clone();
             Ok((AdapterUse { registration: entry.registration, scale: adapter.scale, first_active: 0 }, entry))
         })
         .collect()
