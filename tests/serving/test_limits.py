@@ -124,7 +124,7 @@ def test_large_bodies_have_so_much_room_together(start_server: StartServer) -> N
         answer = httpx.post(f"{server.url}/v1/completions", content=body, headers=JSON, timeout=60)
     assert answer.status_code == 503, answer.text
     assert answer.headers["retry-after"] == "1"
-    assert Page(server).value("vllm:admission_rejections_total", reason="max_pending") >= 1
+    assert Page(server).value("vllm:admission_rejections_total", reason="max_bodies") >= 1
     # Small ones, and those that were first, are as welcome as ever.
     assert server.complete(prompt=[5] * 500, max_tokens=1).status_code == 200
     for connection in held:

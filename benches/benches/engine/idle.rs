@@ -17,6 +17,7 @@ pub(crate) fn run(bench: &mut Bench) -> Result<(), Box<dyn Error>> {
         if !bench.options.wants(&what) {
             continue;
         }
+        bench.load(0, RANK)?;
         let batch = bench.batch(rows, &base);
         let with = |loaded: usize, round: usize| {
             bench.load(loaded, RANK).expect("the adapters are good");

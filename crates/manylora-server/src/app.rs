@@ -143,7 +143,7 @@ impl App {
     pub(crate) async fn read(&self, headers: &HeaderMap, body: Body) -> Result<Fields, ApiError> {
         self.bodies.read(headers, body).await.inspect_err(|error| {
             if error.is_unavailable() {
-                self.metrics.rejections().full.fetch_add(1, Ordering::Relaxed);
+                self.metrics.rejections().count(Rejection::MaxBodies);
             }
         })
     }

@@ -21,12 +21,15 @@ pub enum EngineError {
     Busy(String),
     /// A prompt leaves no room for output. What it begins with is what clients know such errors by.
     #[error(
-        "This model's maximum context length is {max_model_len} tokens. However, your request has {tokens} input tokens, and \
-         at least one of output is to follow them. Please shorten the prompt, or raise max_model_len."
+        "This model's maximum context length is {max_model_len} tokens. However, your request has {}{tokens} input tokens, and \
+         at least one of output is to follow them. Please shorten the prompt, or raise max_model_len.",
+        if *.counted { "" } else { "no fewer than " }
     )]
     PromptTooLong {
         /// Tokens it has.
         tokens: usize,
+        /// Whether that is what it has; else it was not encoded, because it has no fewer than these.
+        counted: bool,
         /// Tokens that it may have with its output.
         max_model_len: usize,
     },
@@ -120,8 +123,8 @@ impl EngineError {
             Self::InvalidArgument(message) => Self::InvalidArgument(message.clone()),
             Self::StructuredOutputs(message) => Self::StructuredOutputs(message.clone()),
             Self::Busy(message) => Self::Busy(message.clone()),
-            Self::PromptTooLong { tokens, max_model_len } => {
-                Self::PromptTooLong { tokens: *tokens, max_model_len: *max_model_len }
+            Self::PromptTooLong { tokens, counted, max_model_len } => {
+                Self::PromptTooLong { tokens: *tokens, counted: *counted, max_model_len: *max_model_len }
             }
             Self::PriorityWithoutPolicy(priority) => Self::PriorityWithoutPolicy(*priority),
             Self::AdapterRefused(refusal) => Self::AdapterRefused(refusal.clone()),

@@ -68,10 +68,13 @@ pub(crate) enum Rejection {
     RateLimit,
     /// Too many grammars wait to be compiled, or the machine has no time for one.
     StructuredOutputs,
+    /// Large bodies have all the room that there is for them.
+    MaxBodies,
 }
 
 /// In the order of [`Rejection`].
-const REJECTIONS: [&str; 5] = ["max_pending", "draining", "max_concurrent", "rate_limit", "structured_outputs"];
+const REJECTIONS: [&str; 6] =
+    ["max_pending", "draining", "max_concurrent", "rate_limit", "structured_outputs", "max_bodies"];
 
 /// Requests that were turned away.
 #[derive(Debug, Default)]

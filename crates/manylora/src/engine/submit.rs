@@ -140,7 +140,7 @@ fn check(
         Prompt::Tokens(tokens) => tokens,
         Prompt::Text { text, add_special_tokens } => {
             let tokenizer = shared.tokenizer()?;
-            check_text(&text, tokenizer.fewest_tokens(&text), shared.info.max_model_len)?;
+            check_text(tokenizer.fewest_tokens(&text), shared.info.max_model_len)?;
             tokenizer.encode(&text, add_special_tokens)?
         }
     };
@@ -158,16 +158,11 @@ fn check(
 }
 
 /// Refuses what cannot fit, however it is encoded: encoding takes time, and far more memory than the text.
-fn check_text(text: &str, fewest_tokens: usize, max_model_len: usize) -> Result<(), EngineError> {
+fn check_text(fewest_tokens: usize, max_model_len: usize) -> Result<(), EngineError> {
     if fewest_tokens < max_model_len {
         return Ok(());
     }
-    Err(EngineError::InvalidArgument(format!(
-        "This model's maximum context length is {max_model_len} tokens. The prompt has `{}` bytes of text, which are \
-         `{fewest_tokens}` tokens at least, and with one token of output that is longer than max_model_len; shorten it or raise \
-         max_model_len.",
-        text.len()
-    )))
+    Err(EngineError::PromptTooLong { tokens: fewest_tokens, counted: false, max_model_len })
 }
 
 fn check_prompt(prompt: &[u32], vocab_size: usize, max_model_len: usize) -> Result<(), EngineError> {
@@ -183,7 +178,7 @@ fn check_prompt(prompt: &[u32], vocab_size: usize, max_model_len: usize) -> Resu
         )));
     }
     if prompt.len() >= max_model_len {
-        return Err(EngineError::PromptTooLong { tokens: prompt.len(), max_model_len });
+        return Err(EngineError::PromptTooLong { tokens: prompt.len(), counted: true, max_model_len });
     }
     Ok(())
 }
