@@ -187,7 +187,7 @@ async fn next(signals: &mut Option<Signal>) {
         None => None,
     };
     if came.is_none() {
-        std::future::pending().await
+        std::future::pending::<()>().await;
     }
 }
 

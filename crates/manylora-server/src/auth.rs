@@ -249,11 +249,11 @@ mod tests {
     fn keys(configure: impl FnOnce(&mut ServerConfig)) -> Keys {
         let mut config = ServerConfig { allow_runtime_lora_updating: true, ..ServerConfig::default() };
         configure(&mut config);
-        Keys::new(&config, address(&config.host)).expect("good settings")
+        Keys::new(&config, Some(address(&config.host))).expect("good settings")
     }
 
-    fn address(host: &str) -> Option<IpAddr> {
-        Some(host.parse().expect("an address"))
+    fn address(host: &str) -> IpAddr {
+        host.parse().expect("an address")
     }
 
     const LOCAL: Option<SocketAddr> = Some(SocketAddr::new(IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 5000));
@@ -294,7 +294,7 @@ mod tests {
     fn the_rule_is_for_where_it_listens_whatever_the_settings_say() {
         let config = ServerConfig { allow_runtime_lora_updating: true, ..ServerConfig::default() };
         for (bound, rule) in [("127.0.0.1", true), ("::1", true), ("::ffff:127.0.0.1", true), ("0.0.0.0", false)] {
-            let keys = Keys::new(&config, address(bound)).expect("good settings");
+            let keys = Keys::new(&config, Some(address(bound))).expect("good settings");
             assert_eq!((keys.loopback_rule, keys.generated.is_some()), (rule, !rule), "{bound}");
         }
         // Where somebody else listens nobody would read a key that was made here.
