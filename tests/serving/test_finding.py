@@ -119,8 +119,8 @@ def test_a_manifest_names_thousands(start_server: StartServer, tmp_path: Path, k
     seconds = time.monotonic() - begun
     registered = re.search(r"2000 adapters registered in ([0-9.]+) s", server.log)
     assert registered, server.log
-    # Both together may take a second; a machine that does much else at the time has ten.
-    assert seconds + float(registered[1]) < 10
+    # Both together may take a second; a machine that does much else at the time has twenty.
+    assert seconds + float(registered[1]) < 20
     assert len(server.ids()) == 2001
     # Nothing of their tensors is known yet, and nothing is resident.
     models = server.client.get("/v1/models").json()["data"][1:]
