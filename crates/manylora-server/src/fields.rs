@@ -79,7 +79,7 @@ impl Fields {
     /// Token ids of one prompt or of several, if the field is nothing else.
     pub(crate) fn ids(&mut self, name: &str) -> Option<Ids> {
         #[cfg(test)]
-        asked::note(name);
+        asked::note(name, asked::How::Read);
         let at = self.ids.iter().position(|(field, _)| field == name)?;
         Some(self.ids.swap_remove(at).1)
     }
