@@ -243,9 +243,7 @@ def test_calls_and_their_results_are_told_to_the_model(client: openai.OpenAI, he
         ({"tools": [tool("f", x={"type": "things"})], "tool_choice": "required"}, "tools", "things"),
     ],
 )
-def test_what_is_wrong_with_tools_is_told(
-    hermes: Server, fields: dict[str, Any], param: str, words: str
-) -> None:
+def test_what_is_wrong_with_tools_is_told(hermes: Server, fields: dict[str, Any], param: str, words: str) -> None:
     answer = hermes.post("/v1/chat/completions", {"messages": USER, **fields})
     assert answer.status_code == 400, answer.text
     assert words in answer.json()["error"]["message"]
