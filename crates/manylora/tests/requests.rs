@@ -22,7 +22,7 @@ fn bad_requests_are_refused_by_name() {
     let bad: Vec<(GenerateRequest, &str)> = vec![
         (GenerateRequest::tokens([]), "empty"),
         (GenerateRequest::tokens([5, 288]), "`288` is out of vocabulary"),
-        (GenerateRequest::tokens(vec![5; 64]), "`64` tokens"),
+        (GenerateRequest::tokens(vec![5; 64]), "has 64 input tokens"),
         (GenerateRequest::tokens([5]).adapter("nope"), "`nope` is not loaded; loaded: alpha"),
         (GenerateRequest::tokens([5]).adapter_scaled("alpha", f32::NAN), "NaN"),
         (with(&|params| params.temperature = -1.0), "temperature"),
