@@ -153,7 +153,7 @@ def test_a_key_gets_its_weights_share_and_a_reload_changes_it(start_server: Star
     server = start_server(*MODULES, "--keys-file", str(file), "--max-num-seqs", "2")
 
     def seconds(adapter: str) -> float:
-        return Page(server).by_adapter("manylora:adapter_e2e_request_latency_seconds_sum").get(adapter, 0.0)
+        return Page(server, "k-one").by_adapter("manylora:adapter_e2e_request_latency_seconds_sum").get(adapter, 0.0)
 
     def compete(favoured: tuple[str, str], other: tuple[str, str]) -> float:
         """Let two keys ask for as much at once; how much longer the other's samples take, on average."""

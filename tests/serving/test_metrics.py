@@ -40,8 +40,9 @@ LIKE_VLLM = {
 class Page:
     """A page of metrics, read by the parser of Prometheus's own client."""
 
-    def __init__(self, server: Server):
-        answer = server.client.get("/metrics", headers=OPEN)
+    def __init__(self, server: Server, key: str | None = None):
+        headers = OPEN if key is None else OPEN | {"Authorization": f"Bearer {key}"}
+        answer = server.client.get("/metrics", headers=headers)
         assert answer.status_code == 200
         assert answer.headers["content-type"].startswith("application/openmetrics-text")
         self.types: dict[str, str] = {}
