@@ -19,8 +19,8 @@ from manylora import LLM, SamplingParams
 from manylora.lora.request import LoRARequest
 from oracle.oracle_check import Oracle
 
-# Programs that a shell started in the background ignore Ctrl-C, those under nohup the end of a terminal, and so do those
-# that they start.
+# What a shell starts in the background ignores Ctrl-C, what nohup starts the end of a terminal; and so does
+# all that they start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
