@@ -257,7 +257,7 @@ mod tests {
     fn users_are_not_told_where_files_lie() {
         for (message, shown) in [
             ("`/srv/a b/adapter_config.json` could not be read: no", "`<path>` could not be read: no"),
-            ("there is no /root/x/y.json.", "there is no <path>."),
+            ("there is no /data/x/y.json.", "there is no <path>."),
             ("(/a/b), '/c d'; x=/e:", "(<path>), '<path>'; x=<path>:"),
             (
                 "adapter `team/beta` has 3/4 of a / and a key base_model.model",
