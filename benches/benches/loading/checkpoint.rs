@@ -1,5 +1,5 @@
 //! A checkpoint until the engine is ready, in turns with reading its files and copying their bytes to huge pages, on as
-//! many threads.
+//! many threads; and the processor time of both, which a busy machine changes less.
 
 use std::error::Error;
 use std::fs::File;
@@ -10,7 +10,7 @@ use std::time::Instant;
 use manylora::Engine;
 use manylora_benches::decode::Turns;
 use manylora_kernels::Backend;
-use manylora_kernels::cpu::{AlignedVec, CpuBackend};
+use manylora_kernels::cpu::AlignedVec;
 
 use super::setup::{Bench, Layout, backend, config};
 
@@ -22,24 +22,76 @@ const SHARE_BYTES: usize = 4 << 20;
 pub(crate) fn run(bench: &mut Bench) -> Result<(), Box<dyn Error>> {
     let (rounds, threads) = (bench.options.rounds, bench.options.threads);
     for layout in std::mem::take(&mut bench.layouts) {
-        let mut copied = |_| copy(&backend(threads).expect("a backend"), &layout, Copying::Twice).expect("a copy");
-        let mut started = |_| {
-            let begin = Instant::now();
-            let engine = Engine::start(config(&layout.folder, threads)).expect("the engine starts");
-            let seconds = begin.elapsed().as_secs_f64();
+        let mut copied = Timed::new(|| copy(threads, &layout, Copying::Twice));
+        let mut started = Timed::new(|| {
+            let start = Spent::now()?;
+            let engine = Engine::start(config(&layout.folder, threads))?;
+            let spent = start.until_now()?;
             drop(engine);
-            seconds
-        };
-        let mut read = |_| copy(&backend(threads).expect("a backend"), &layout, Copying::Once).expect("a copy");
-        let turns = Turns::take(rounds, &mut [&mut copied, &mut started, &mut read]);
+            Ok(spent)
+        });
+        let mut read = Timed::new(|| copy(threads, &layout, Copying::Once));
+        let ways: &mut [&mut dyn FnMut(usize) -> f64] =
+            &mut [&mut |_| copied.take(), &mut |_| started.take(), &mut |_| read.take()];
+        let turns = Turns::take(rounds, ways);
+        let processor = Turns { values: vec![copied.processor, started.processor, read.processor] };
         let name = layout.name;
-        bench.result(&format!("{name}: reading and copying its bytes, ms"), 1e3 * turns.median(0));
-        bench.result(&format!("{name}: until the engine is ready, ms"), 1e3 * turns.median(1));
-        bench.compare(&format!("{name}: until the engine is ready / reading and copying its bytes"), &turns, 1, 0);
-        bench.compare(&format!("{name}: until the engine is ready / reading its bytes to their place"), &turns, 1, 2);
+        for (time, turns) in [("", &turns), ("processor time ", &processor)] {
+            bench.result(&format!("{name}: {time}of reading and copying its bytes, ms"), 1e3 * turns.median(0));
+            bench.result(&format!("{name}: {time}until the engine is ready, ms"), 1e3 * turns.median(1));
+            bench.compare(&format!("{name}: {time}until ready / reading and copying its bytes"), turns, 1, 0);
+            bench.compare(&format!("{name}: {time}until ready / reading its bytes to their place"), turns, 1, 2);
+        }
         bench.layouts.push(layout);
     }
     Ok(())
+}
+
+/// Time, and this process's processor time, in seconds.
+struct Spent {
+    begin: Instant,
+    time: f64,
+    processor: f64,
+}
+
+impl Spent {
+    fn now() -> Result<Self, Box<dyn Error>> {
+        Ok(Self { begin: Instant::now(), time: 0.0, processor: processor_seconds()? })
+    }
+
+    fn until_now(self) -> Result<Self, Box<dyn Error>> {
+        let (time, processor) = (self.begin.elapsed().as_secs_f64(), processor_seconds()? - self.processor);
+        Ok(Self { time, processor, ..self })
+    }
+}
+
+/// Of all threads, those that have ended included.
+fn processor_seconds() -> Result<f64, Box<dyn Error>> {
+    /// Ticks in a second: what Linux tells programs on every machine that this runs on.
+    const TICKS: f64 = 100.0;
+    let stat = std::fs::read_to_string("/proc/self/stat")?;
+    let fields = stat.rsplit(')').next().ok_or("no name in /proc/self/stat")?;
+    // The 14th and 15th field, of which the name is the second.
+    let ticks = fields.split_whitespace().skip(11).take(2).map(str::parse).collect::<Result<Vec<f64>, _>>()?;
+    Ok(ticks.iter().sum::<f64>() / TICKS)
+}
+
+/// A way whose processor time is kept beside the time that [`Turns`] keeps.
+struct Timed<F> {
+    way: F,
+    processor: Vec<f64>,
+}
+
+impl<F: FnMut() -> Result<Spent, Box<dyn Error>>> Timed<F> {
+    const fn new(way: F) -> Self {
+        Self { way, processor: Vec::new() }
+    }
+
+    fn take(&mut self) -> f64 {
+        let spent = (self.way)().expect("the model can be read");
+        self.processor.push(spent.processor);
+        spent.time
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -50,9 +102,10 @@ enum Copying {
     Once,
 }
 
-/// Seconds until the bytes of all files are in fresh memory.
-fn copy(backend: &CpuBackend, layout: &Layout, copying: Copying) -> Result<f64, Box<dyn Error>> {
-    let begin = Instant::now();
+/// What it takes until the bytes of all files are in fresh memory.
+fn copy(threads: Option<usize>, layout: &Layout, copying: Copying) -> Result<Spent, Box<dyn Error>> {
+    let backend = backend(threads)?;
+    let start = Spent::now()?;
     let mut copies = Vec::new();
     for path in &layout.files {
         let file = File::open(path)?;
@@ -75,7 +128,7 @@ fn copy(backend: &CpuBackend, layout: &Layout, copying: Copying) -> Result<f64, 
         drop(shares);
         copies.push(bytes);
     }
-    let seconds = begin.elapsed().as_secs_f64();
+    let spent = start.until_now()?;
     drop(std::hint::black_box(copies));
-    Ok(seconds)
+    Ok(spent)
 }
