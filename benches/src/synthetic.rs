@@ -313,9 +313,7 @@ mod tests {
     /// Of its configuration and its weights' index: 7,615,616,512 parameters in two bytes each.
     #[test]
     fn seven_billion_has_the_bytes_of_qwen_2_5() {
-        let bytes = |shape: &Shape| -> usize {
-            model_tensors(shape).iter().map(Tensor::bytes).sum()
-        };
+        let bytes = |shape: &Shape| -> usize { model_tensors(shape).iter().map(Tensor::bytes).sum() };
         assert_eq!(bytes(&Shape::SEVEN_BILLION), 15_231_233_024);
         // The smaller one, whose embedding is the head, has 494,032,768.
         assert_eq!(bytes(&Shape::HALF_BILLION), 2 * 494_032_768);

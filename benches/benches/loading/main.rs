@@ -28,7 +28,8 @@ fn run() -> Result<(), Box<dyn Error>> {
     if let Some(model) = &options.child {
         return memory::child(model, options.threads);
     }
-    let parts: [(&str, Part); 3] = [("checkpoint", checkpoint::run), ("memory", memory::run), ("adapter", adapter::run)];
+    let parts: [(&str, Part); 3] =
+        [("checkpoint", checkpoint::run), ("memory", memory::run), ("adapter", adapter::run)];
     if let Some(unknown) = options.parts.iter().find(|part| parts.iter().all(|(name, _)| name != part)) {
         return Err(format!("unknown part `{unknown}`; there are checkpoint, memory and adapter").into());
     }

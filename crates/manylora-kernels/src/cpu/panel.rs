@@ -36,13 +36,7 @@ pub(super) fn pack_rows(level: SimdLevel, format: PanelFormat, rows: &[u8], inpu
 }
 
 /// Packs inputs from `packed` on, one by one, of numbers of `BYTES` bytes.
-fn pack_each<const BYTES: usize>(
-    format: PanelFormat,
-    rows: &[u8],
-    inputs: usize,
-    packed: usize,
-    panel: &mut [u8],
-) {
+fn pack_each<const BYTES: usize>(format: PanelFormat, rows: &[u8], inputs: usize, packed: usize, panel: &mut [u8]) {
     // In blocks of inputs, so that the strided writes stay in the first-level cache.
     const BLOCK: usize = 64;
     for first in (packed..inputs).step_by(BLOCK) {

@@ -124,8 +124,8 @@ mod tests {
         let mut rest = content.to_vec();
         for &(start, end) in ranges {
             hash.add(start, &content[start..end], content.len());
-            let whole = start.next_multiple_of(CHUNK_LEN)
-                ..if end == content.len() { end } else { end / CHUNK_LEN * CHUNK_LEN };
+            let whole =
+                start.next_multiple_of(CHUNK_LEN)..if end == content.len() { end } else { end / CHUNK_LEN * CHUNK_LEN };
             if !whole.is_empty() {
                 rest[whole].fill(0xEE);
             }

@@ -316,7 +316,8 @@ impl RowSource for FloatRows<'_> {
     }
 
     fn stored(&self, dtype: StorageType) -> Option<&dyn StoredRows> {
-        let same = matches!((self.kind, dtype), (FloatType::Bf16, StorageType::Bf16) | (FloatType::F32, StorageType::F32));
+        let same =
+            matches!((self.kind, dtype), (FloatType::Bf16, StorageType::Bf16) | (FloatType::F32, StorageType::F32));
         (same && cfg!(target_endian = "little")).then_some(self)
     }
 }
