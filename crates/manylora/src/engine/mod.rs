@@ -15,6 +15,7 @@ mod library;
 mod loader;
 mod lower;
 pub mod meters;
+mod phases;
 mod running;
 mod sizes;
 mod stamp;
@@ -31,6 +32,7 @@ pub use handle::{EngineHandle, Logits, Share};
 use manylora_core::{CoreStats, Digest};
 use manylora_kernels::MemoryUse;
 pub use meters::{Distribution, LoadFailureCounts, Meters, Timing};
+pub use phases::{Phase, PhaseSeconds};
 pub use sizes::model_dimensions;
 pub use startup::{CardMemory, EngineInfo, LoadProgress};
 

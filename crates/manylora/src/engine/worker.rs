@@ -20,6 +20,7 @@ use super::command::Command;
 use super::library::{Core, Library};
 use super::lower::LoweredStep;
 use super::meters::{LoadFailureCounts, Meters};
+use super::phases::{Phase, Stopwatch};
 use super::running::RunningSequence;
 use crate::error::EngineError;
 use crate::sampler::{RowNeed, SamplerScratch};
@@ -55,10 +56,21 @@ pub(crate) struct Worker {
     greedy: Vec<u32>,
     largest: LargestValues,
     scratch: SamplerScratch,
+    /// Tokens that the step has chosen, in the order of its sample rows.
+    chosen: Vec<Chosen>,
     /// Empty between steps.
     constraints: Vec<(RequestId, Mutex<Constraint>)>,
     effects: Vec<Effect>,
     meters: Meters,
+    watch: Stopwatch,
+}
+
+/// A token of the step.
+#[derive(Clone, Copy, Debug)]
+struct Chosen {
+    /// Index of its sequence in the plan.
+    sequence: u32,
+    token: u32,
 }
 
 impl Worker {
@@ -92,19 +104,28 @@ impl Worker {
             greedy,
             largest: LargestValues::default(),
             scratch: SamplerScratch::default(),
+            chosen: Vec::with_capacity(max_num_seqs),
             constraints: Vec::new(),
             effects: Vec::new(),
             meters,
+            watch: Stopwatch::start(),
         }
+    }
+
+    /// Books the time since the last call.
+    fn spent(&mut self, phase: Phase) {
+        self.meters.phases.add(phase, self.watch.lap());
     }
 
     /// Runs until told to stop, until every handle is gone, or until a step fails: what the device holds is unknown then.
     pub(crate) fn run(&mut self) -> Result<(), ModelError> {
         while self.take_commands() {
             self.with_library(Library::unload_departing);
+            self.spent(Phase::Commands);
             let ran = self.step()?;
             // Effects may have made something runnable that was not when the step was planned.
             let changed = self.carry_out_effects();
+            self.spent(Phase::Deliver);
             if ran || changed {
                 continue;
             }
@@ -114,6 +135,8 @@ impl Worker {
             } else {
                 self.commands.recv().map_err(|_| RecvTimeoutError::Disconnected)
             };
+            // Nobody's time.
+            self.watch.lap();
             match command {
                 Ok(Command::Shutdown) | Err(RecvTimeoutError::Disconnected) => return Ok(()),
                 Ok(command) => self.handle(command),
@@ -194,7 +217,12 @@ impl Worker {
                 self.with_library(|library, core| library.pin(name, pinned, reply, core));
             }
             Command::SetWeight(client, weight) => self.core.handle(now, Event::SetWeight { client, weight }),
-            Command::Stats(reply) => drop(reply.send(Ok(self.stats()))),
+            Command::Stats(reply) => {
+                self.spent(Phase::Commands);
+                drop(reply.send(Ok(self.stats())));
+                // To look is nobody's time, lest looking changed what is seen.
+                self.watch.lap();
+            }
             Command::ResetPrefixCache(reply) => drop(reply.send(Ok(self.core.reset_prefix_cache()))),
             Command::Shutdown => {}
         }
@@ -306,7 +334,9 @@ impl Worker {
             return Ok(false);
         }
         self.carry_out_evictions();
+        self.spent(Phase::Plan);
         self.run_step()?;
+        self.spent(Phase::Commit);
         self.deliver();
         Ok(true)
     }
@@ -324,7 +354,9 @@ impl Worker {
                 sequence.course.schedule(begun, planned.cached_tokens as usize, planned.preemptions);
             }
         }
+        self.spent(Phase::Lower);
         self.runner.forward(&self.step.batch)?;
+        self.spent(Phase::Forward);
         self.prepare_constraints();
         self.outcome.step = self.plan.step;
         self.outcome.sequences.clear();
@@ -334,11 +366,15 @@ impl Worker {
                 .sequences
                 .push(SequenceOutcome { request: Some(planned.request), ..SequenceOutcome::default() });
         }
+        self.chosen.clear();
         let wanted = self.step.sample_rows.len();
         let chunk = self.runner.max_logit_rows();
         for first in (0..wanted).step_by(chunk) {
             self.sample_chunk(first, chunk.min(wanted - first))?;
         }
+        self.spent(Phase::Sample);
+        self.push_tokens();
+        self.spent(Phase::Text);
         self.core.commit(self.now(), &self.outcome);
         Ok(())
     }
@@ -372,6 +408,7 @@ impl Worker {
     }
 
     fn sample_chunk(&mut self, first: usize, count: usize) -> Result<(), ModelError> {
+        self.spent(Phase::Sample);
         self.runner.logits(&self.step.batch, first, count)?;
         let mut needs = self.chunk_needs(first, count);
         if needs.greedy {
@@ -384,7 +421,7 @@ impl Worker {
         }
         let logits = if needs.rows { self.runner.read_logits(count)? } else { &[] };
         let width = logits.len() / count;
-        let sampled = Instant::now();
+        self.meters.phases.add(Phase::Forward, self.watch.lap());
         for (offset, sample) in self.step.sample_rows[first..first + count].iter().enumerate() {
             let planned = &self.plan.sequences[sample.sequence as usize];
             let Some(sequence) = self.running.get_mut(&planned.request) else { continue };
@@ -393,20 +430,30 @@ impl Worker {
             if !sample.samples {
                 continue;
             }
-            sequence.set_cached_tokens(planned.cached_tokens as usize);
             let token = match (sequence.need(), self.largest.row(offset)) {
                 (RowNeed::Greedy, _) => sequence.accept_greedy(self.greedy[offset]),
                 (RowNeed::Largest(_), Some(listed)) if !needs.rows => sequence.sample_listed(listed, &mut self.scratch),
                 _ => sequence.sample(row, &mut self.scratch),
             };
-            let outcome = &mut self.outcome.sequences[sample.sequence as usize];
+            self.chosen.push(Chosen { sequence: sample.sequence, token });
+        }
+        Ok(())
+    }
+
+    /// Hands the tokens that were chosen to their sequences, and notes them for the scheduler.
+    fn push_tokens(&mut self) {
+        let now = Instant::now();
+        for &Chosen { sequence: index, token } in &self.chosen {
+            let planned = &self.plan.sequences[index as usize];
+            let Some(sequence) = self.running.get_mut(&planned.request) else { continue };
+            sequence.set_cached_tokens(planned.cached_tokens as usize);
+            let outcome = &mut self.outcome.sequences[index as usize];
             outcome.first_token = self.outcome.tokens.len() as u32;
             outcome.tokens = 1;
             outcome.stopped = sequence.push_token(token);
-            sequence.course.token(sampled, &mut self.meters);
+            sequence.course.token(now, &mut self.meters);
             self.outcome.tokens.push(token);
         }
-        Ok(())
     }
 
     /// What a chunk's sequences need of its rows.
