@@ -78,8 +78,11 @@ fn main() -> ExitCode {
 fn run() -> Result<(), Box<dyn Error>> {
     let options = Options::parse(std::env::args().skip(1))?;
     let wanted = |case: &&Case| options.only.as_ref().is_none_or(|only| case.name.contains(only.as_str()));
-    let mut results: Vec<Outcome> =
-        CASES.iter().filter(wanted).map(|case| Outcome { case, windows: Windows::default(), rounds: Vec::new() }).collect();
+    let mut results: Vec<Outcome> = CASES
+        .iter()
+        .filter(wanted)
+        .map(|case| Outcome { case, windows: Windows::default(), rounds: Vec::new() })
+        .collect();
     let mut machine = String::new();
     for _ in 0..options.rounds {
         for result in &mut results {
@@ -103,7 +106,11 @@ fn run() -> Result<(), Box<dyn Error>> {
         let own = median(&result.rounds);
         println!("{own:>12.1}");
         let phases = |of: &dyn Fn(Phase) -> f64| -> Value {
-            Phase::ALL.into_iter().map(|phase| (phase.name().to_owned(), json!(of(phase)))).collect::<serde_json::Map<_, _>>().into()
+            Phase::ALL
+                .into_iter()
+                .map(|phase| (phase.name().to_owned(), json!(of(phase))))
+                .collect::<serde_json::Map<_, _>>()
+                .into()
         };
         told.push(json!({
             "case": result.case.name, "own_work_us": own, "own_work_us_of_rounds": result.rounds,
@@ -118,7 +125,9 @@ fn run() -> Result<(), Box<dyn Error>> {
                 other.rounds.iter().zip(&reference.rounds).map(|(other, reference)| other / reference).collect();
             let ratio = median(&of_rounds);
             println!("{:<44} x{ratio:.2} of `{}`", other.case.name, reference.case.name);
-            ratios.push(json!({ "case": other.case.name, "of": reference.case.name, "ratio": ratio, "rounds": of_rounds }));
+            ratios.push(
+                json!({ "case": other.case.name, "of": reference.case.name, "ratio": ratio, "rounds": of_rounds }),
+            );
         }
     }
     if let Some(path) = &options.json {

@@ -5,7 +5,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use futures_util::StreamExt as _;
-use manylora::{AdapterSource, Engine, EngineConfig, EngineStats, GenerateRequest, Phase, PhaseSeconds, SamplingParams};
+use manylora::{
+    AdapterSource, Engine, EngineConfig, EngineStats, GenerateRequest, Phase, PhaseSeconds, SamplingParams,
+};
 use manylora_benches::decode::median;
 use manylora_benches::synthetic::{self, Shape};
 
@@ -135,7 +137,7 @@ pub(crate) fn run(case: &Case, options: &Options) -> Result<(String, Windows), B
         if next.running < RUNNING {
             return Err(format!("`{}` requests run, not {RUNNING}: give fewer `--windows`", next.running).into());
         }
-        windows.push(next.steps - before.steps, &before.meters.phases, &next.meters.phases);
+        windows.push(next.steps - before.steps, &before.phase_seconds, &next.phase_seconds);
         before = next;
     }
     let described = engine.info().backend.clone();

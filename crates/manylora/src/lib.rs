@@ -24,6 +24,7 @@
 pub mod config;
 pub mod engine;
 pub mod error;
+pub mod limits;
 mod monitor;
 pub mod registry;
 pub mod request;

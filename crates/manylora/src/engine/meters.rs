@@ -7,7 +7,6 @@ use std::time::Instant;
 use manylora_core::FinishReason;
 use manylora_model::RefusalKind;
 
-use super::phases::PhaseSeconds;
 use crate::error::EngineError;
 
 /// Bounds of seconds to a first token.
@@ -101,8 +100,6 @@ pub struct Meters {
     pub last_step_adapters: usize,
     /// Rows per step: tokens of prompts, and one per token to come.
     pub step_tokens: Distribution,
-    /// Seconds of the engine's thread, by what it did.
-    pub phases: PhaseSeconds,
     /// Seconds that reading and packing an adapter took.
     pub load_seconds: Distribution,
     /// Adapters that submitted requests named, and those of them that were resident then.
@@ -156,7 +153,6 @@ impl Meters {
             step_adapters: Distribution::new(STEP_ADAPTERS),
             last_step_adapters: 0,
             step_tokens: Distribution::new(STEP_TOKENS),
-            phases: PhaseSeconds::default(),
             load_seconds: Distribution::new(LOAD_SECONDS),
             adapter_lookups: 0,
             adapter_hits: 0,

@@ -2,6 +2,8 @@
 
 use std::time::Instant;
 
+use serde::{Serialize, Serializer};
+
 /// What the engine's thread does. All but [`Phase::Forward`] is its own work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
@@ -25,16 +27,8 @@ pub enum Phase {
 
 impl Phase {
     /// All of them, in the order of a step.
-    pub const ALL: [Self; 8] = [
-        Self::Commands,
-        Self::Plan,
-        Self::Lower,
-        Self::Forward,
-        Self::Sample,
-        Self::Text,
-        Self::Commit,
-        Self::Deliver,
-    ];
+    pub const ALL: [Self; 8] =
+        [Self::Commands, Self::Plan, Self::Lower, Self::Forward, Self::Sample, Self::Text, Self::Commit, Self::Deliver];
 
     /// In one word.
     pub const fn name(self) -> &'static str {
@@ -63,6 +57,12 @@ impl PhaseSeconds {
 
     pub(crate) fn add(&mut self, phase: Phase, seconds: f64) {
         self.0[phase as usize] += seconds;
+    }
+}
+
+impl Serialize for PhaseSeconds {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(Phase::ALL.map(|phase| (phase.name(), self.of(phase))))
     }
 }
 
