@@ -1,8 +1,8 @@
 """One stream end to end through Python: `LLM.generate`, greedy, as a fraction of the machine's roofline.
 
-A step of one row cannot be faster than the bytes of the weights and of its KV at the bandwidth that the engine's threads
-reach; that is measured in this process before and after each round. The rest is told by where it goes: the backend, the
-engine's own thread, and what lies outside of it (Python, and waking its thread).
+A step of one row cannot be faster than the bytes of the weights and of its KV at the bandwidth that the engine's
+threads reach; that is measured in this process before and after each round. The rest is told by where it goes: the
+backend, the engine's own thread, and what lies outside of it (Python, and waking its thread).
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ const PROMPT: usize = 8;
 /// Steps before the first window: all have begun and have room for what they become.
 const WARM_UP: u64 = 24;
 /// Steps of a window, at least.
-const WINDOW: u64 = 8;
+const WINDOW: u64 = 2;
 const POLL: Duration = Duration::from_millis(2);
 
 /// Microseconds per step of each phase, window by window.

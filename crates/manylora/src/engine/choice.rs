@@ -14,7 +14,7 @@ use super::phases::Phase;
 use super::running::RunningSequence;
 use super::sequences::Place;
 use super::worker::Worker;
-use crate::sampler::{RowNeed, SamplerScratch};
+use crate::sampler::RowNeed;
 
 /// A token of the step.
 #[derive(Clone, Copy, Debug)]
