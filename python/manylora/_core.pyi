@@ -15,6 +15,7 @@ __all__ = [
     "__version__",
     "check_sampling_params",
     "check_structured_outputs",
+    "read_bandwidth",
     "serve",
     "set_log",
 ]
@@ -23,6 +24,7 @@ __version__: str
 def check_sampling_params(params: Any) -> tuple[float, list[str]]: ...
 def set_log(level: str, json: bool) -> None: ...
 def check_structured_outputs(outputs: Any) -> None: ...
+def read_bandwidth(num_threads: int | None, seconds: float) -> float: ...
 def serve(
     engine: Engine,
     port: Port,

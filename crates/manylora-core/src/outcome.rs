@@ -29,7 +29,7 @@ impl Scheduler {
 
     fn settle(&mut self, flight: &Flight, outcome: &StepOutcome, memory: &mut Memory, effects: &mut Vec<Effect>) {
         for (position, flying) in flight.sequences.iter().enumerate() {
-            if self.requests.find(flying.request) != Some(flying.index) {
+            if !self.requests.holds(flying.index, flying.request) {
                 continue;
             }
             let belongs = |result: &&SequenceOutcome| result.request == Some(flying.request);

@@ -145,6 +145,11 @@ impl Requests {
         Some(*request)
     }
 
+    /// Whether a request is still there, at its place: the same as [`Self::find`], without looking for it.
+    pub(crate) fn holds(&self, index: RequestIndex, id: RequestId) -> bool {
+        self.slots.get(index.0 as usize).and_then(Option::as_deref).is_some_and(|request| request.id == id)
+    }
+
     pub(crate) fn find(&self, id: RequestId) -> Option<RequestIndex> {
         self.by_id.get(&id).copied()
     }

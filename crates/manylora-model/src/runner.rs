@@ -54,6 +54,9 @@ pub trait Runner: Send {
     fn logits(&mut self, batch: &StepBatch, first: usize, count: usize) -> Result<(), ModelError>;
     /// Logits `[count, vocab]` of the last [`Self::logits`] call.
     fn read_logits(&mut self, count: usize) -> Result<&[f32], ModelError>;
+    /// Calls `work(part, parts, logits)`, with the logits `[count, vocab]` of the last [`Self::logits`] call, once for every
+    /// part on the threads that steps compute on, and returns when all are done. See [`manylora_kernels::Backend::run_parts`].
+    fn share_logits(&mut self, count: usize, work: &(dyn Fn(usize, usize, &[f32]) + Sync)) -> Result<(), ModelError>;
     /// Greedy tokens of the rows of the last [`Self::logits`] call.
     fn argmax(&mut self, count: usize, out: &mut [u32]) -> Result<(), ModelError>;
     /// The `k` largest logits of the rows of the last [`Self::logits`] call, with ties; false where that is not offered.

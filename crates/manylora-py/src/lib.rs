@@ -6,6 +6,7 @@ mod config;
 mod dlpack;
 mod engine;
 mod errors;
+mod limits;
 mod log;
 mod output;
 mod request;
@@ -22,6 +23,8 @@ mod _core {
     use super::bell::Bell;
     #[pymodule_export]
     use super::engine::{Engine, Stream};
+    #[pymodule_export]
+    use super::limits::read_bandwidth;
     #[pymodule_export]
     use super::log::set_log;
     #[pymodule_export]

@@ -24,6 +24,7 @@
 pub mod config;
 pub mod engine;
 pub mod error;
+pub mod limits;
 mod monitor;
 pub mod registry;
 pub mod request;
@@ -34,7 +35,7 @@ mod structure;
 pub use config::{DType, Device, EngineConfig, ReadHook};
 pub use engine::{
     CardMemory, DeviceMemory, Distribution, Engine, EngineHandle, EngineInfo, EngineStats, LoadFailureCounts, Meters,
-    NamedResident, Share, Timing, model_dimensions,
+    NamedResident, Phase, PhaseSeconds, Share, Timing, model_dimensions,
 };
 pub use error::EngineError;
 pub use manylora_core::eviction::EvictionPolicyKind;

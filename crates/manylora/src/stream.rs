@@ -67,6 +67,8 @@ struct State {
     /// Whether an error ended the stream: its samples that still run are of no use.
     failed: bool,
     waker: Option<Waker>,
+    /// Whether a thread sleeps until there is news. Waking is a system call: it is done for sleepers only.
+    is_awaited: bool,
     /// Versions of the adapters that it was submitted with, from the moment that they are bound.
     bound: Option<Vec<Option<Digest>>>,
 }
@@ -107,8 +109,11 @@ impl StreamSender {
 
     fn wake(&self, mut state: MutexGuard<'_, State>) {
         let waker = state.waker.take();
+        let is_awaited = std::mem::take(&mut state.is_awaited);
         drop(state);
-        self.0.notify_one();
+        if is_awaited {
+            self.0.notify_one();
+        }
         if let Some(waker) = waker {
             waker.wake();
         }
@@ -172,6 +177,7 @@ impl RequestStream {
             if state.open == 0 {
                 return None;
             }
+            state.is_awaited = true;
             state = self.shared.wait(state);
         }
     }
@@ -193,7 +199,9 @@ impl RequestStream {
             if left.is_zero() {
                 return Err(());
             }
+            state.is_awaited = true;
             state = self.shared.wait_timeout(state, left);
+            state.is_awaited = false;
         }
     }
 

@@ -195,6 +195,13 @@ impl<B: Backend> Runner for Decoder<B> {
         Ok(self.weights.backend.read(&mut self.buffers.logits, count)?)
     }
 
+    fn share_logits(&mut self, count: usize, work: &(dyn Fn(usize, usize, &[f32]) + Sync)) -> Result<(), ModelError> {
+        let backend = &*self.weights.backend;
+        let logits = backend.read(&mut self.buffers.logits, count)?;
+        backend.run_parts(&|part, parts| work(part, parts, logits));
+        Ok(())
+    }
+
     fn argmax(&mut self, count: usize, out: &mut [u32]) -> Result<(), ModelError> {
         Ok(self.weights.backend.argmax(count, &self.buffers.logits, out)?)
     }

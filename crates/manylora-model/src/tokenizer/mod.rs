@@ -39,7 +39,8 @@ struct Inner {
     text: TokenText,
     /// None where a text of any length can be few tokens.
     reach: Option<Reach>,
-    special: HashSet<u32>,
+    /// Sorted.
+    special: Vec<u32>,
     added: HashSet<u32>,
     named: BTreeMap<String, String>,
     bos: Option<u32>,
@@ -91,7 +92,8 @@ impl Tokenizer {
     fn assemble(pipeline: tokenizers::Tokenizer, text: TokenText, named: BTreeMap<String, String>) -> Self {
         let decoder = pipeline.get_added_tokens_decoder();
         let added: HashSet<u32> = decoder.keys().copied().collect();
-        let special = decoder.iter().filter(|(_, token)| token.special).map(|(&id, _)| id).collect();
+        let mut special: Vec<u32> = decoder.iter().filter(|(_, token)| token.special).map(|(&id, _)| id).collect();
+        special.sort_unstable();
         let id_named = |name: &str| named.get(name).and_then(|token| pipeline.token_to_id(token));
         let (bos, eos) = (id_named("bos_token"), id_named("eos_token"));
         let vocab_size = pipeline.get_vocab_size(true);
@@ -192,7 +194,7 @@ impl Tokenizer {
 
     /// Whether `skip_special_tokens` leaves this id out.
     pub fn is_special(&self, id: u32) -> bool {
-        self.inner.special.contains(&id)
+        self.inner.special.binary_search(&id).is_ok()
     }
 
     /// `bos_token`, `eos_token`, `unk_token`, `pad_token` and the like, by name: what chat templates refer to.

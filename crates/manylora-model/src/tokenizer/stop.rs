@@ -10,6 +10,8 @@ pub struct StopStrings {
     strings: Vec<String>,
     /// From a state, by a byte, to the state of one byte more.
     longer: HashMap<(u32, u8), u32>,
+    /// Bytes that stop strings begin with, one bit each: most of a text is not even looked up.
+    beginnings: [u64; 4],
     /// The first is that of no text.
     states: Vec<State>,
 }
@@ -28,12 +30,14 @@ struct State {
 impl StopStrings {
     /// Time and memory grow with their bytes.
     pub fn new(strings: Vec<String>) -> Self {
-        let mut all = Self { strings, longer: HashMap::new(), states: vec![State::default()] };
+        let mut all = Self { strings, states: vec![State::default()], ..Self::default() };
         // What leads to each state, in the order in which they were made.
         let mut lengths = vec![0];
         let mut is_open = vec![false];
         for (index, string) in all.strings.iter().enumerate().filter(|(_, string)| !string.is_empty()) {
             let mut state = 0;
+            let first = string.as_bytes()[0];
+            all.beginnings[usize::from(first / 64)] |= 1 << (first % 64);
             for byte in string.bytes() {
                 is_open[state as usize] = true;
                 let next = all.states.len() as u32;
@@ -77,6 +81,9 @@ impl StopStrings {
     /// The state after one byte more.
     fn next(&self, mut state: u32, byte: u8) -> u32 {
         loop {
+            if state == 0 && self.beginnings[usize::from(byte / 64)] & (1 << (byte % 64)) == 0 {
+                return 0;
+            }
             match self.longer.get(&(state, byte)) {
                 Some(&longer) => return longer,
                 None if state == 0 => return 0,

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use manylora::Distribution;
+use manylora::{Distribution, Phase};
 
 use super::adapters::Series;
 use super::page::{Labels, Page, label};
@@ -33,6 +33,11 @@ fn residency(page: &mut Page<'_>, seen: &Seen) -> fmt::Result {
 fn steps_and_loads(page: &mut Page<'_>, seen: &Seen) -> fmt::Result {
     let (stats, meters) = (&seen.stats, &seen.stats.meters);
     page.counter("manylora:steps", "Steps", stats.steps)?;
+    page.seconds(
+        "manylora:engine_seconds",
+        "Seconds of the engine's thread, by what it did: forward is the backend's work",
+        Phase::ALL.map(|phase| (vec![label("phase", phase.name())], stats.phase_seconds.of(phase))),
+    )?;
     page.histogram("manylora:step_adapters", "Distinct adapters per step", &meters.step_adapters)?;
     page.counter("manylora:adapter_streamed_bytes", "Bytes of adapters that steps have read", stats.streamed_bytes)?;
     page.counter("manylora:adapter_loads", "Loads that were ordered", stats.loads)?;

@@ -56,6 +56,19 @@ impl Page<'_> {
         })
     }
 
+    /// Seconds, summed up.
+    pub(super) fn seconds(
+        &mut self,
+        name: &str,
+        help: &str,
+        series: impl IntoIterator<Item = (Labels, f64)>,
+    ) -> fmt::Result {
+        let mut family = self.0.encode_descriptor(name, help, None, MetricType::Counter)?;
+        series.into_iter().try_for_each(|(labels, value)| {
+            family.encode_family(&labels)?.encode_counter::<NoLabelSet, _, u64>(&value, None)
+        })
+    }
+
     pub(super) fn counter(&mut self, name: &str, help: &str, value: u64) -> fmt::Result {
         let mut family = self.0.encode_descriptor(name, help, None, MetricType::Counter)?;
         family.encode_counter::<NoLabelSet, _, u64>(&value, None)

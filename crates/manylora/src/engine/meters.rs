@@ -1,5 +1,5 @@
 //! What the engine counts and times while it runs. A steady step takes nothing here but counters: no memory, no lock, and
-//! of the clock no more than one reading per chunk of sampled rows.
+//! of the clock a few readings, however many sequences run.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;

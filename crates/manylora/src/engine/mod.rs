@@ -3,11 +3,12 @@
 //!
 //! The way of a request: [`EngineHandle::submit`] validates, tokenizes and resolves adapter names on the caller's
 //! thread; the command channel carries it to `worker`, which feeds `manylora_core`'s control plane, lowers each plan to
-//! a kernel batch (`lower`), runs the decoder, samples (`running`), commits, and delivers deltas. No file is touched on
-//! that thread: `library` orders what is to be read, and the threads of `loader` read and pack it.
+//! a kernel batch (`lower`), runs the decoder, chooses tokens (`choice`, `running`), commits, and delivers deltas. No
+//! file is touched on that thread: `library` orders what is to be read, and the threads of `loader` read and pack it.
 
 #[cfg(feature = "cuda")]
 mod card;
+mod choice;
 mod command;
 mod device;
 mod handle;
@@ -15,7 +16,9 @@ mod library;
 mod loader;
 mod lower;
 pub mod meters;
+mod phases;
 mod running;
+mod sequences;
 mod sizes;
 mod stamp;
 mod startup;
@@ -31,6 +34,7 @@ pub use handle::{EngineHandle, Logits, Share};
 use manylora_core::{CoreStats, Digest};
 use manylora_kernels::MemoryUse;
 pub use meters::{Distribution, LoadFailureCounts, Meters, Timing};
+pub use phases::{Phase, PhaseSeconds};
 pub use sizes::model_dimensions;
 pub use startup::{CardMemory, EngineInfo, LoadProgress};
 
@@ -91,6 +95,8 @@ pub struct EngineStats {
     pub streamed_bytes: u64,
     /// Steps so far.
     pub steps: u64,
+    /// Seconds of the engine's thread, by what it did.
+    pub phase_seconds: PhaseSeconds,
     /// What a card's memory is used for.
     pub device_memory: Option<DeviceMemory>,
     /// Names of adapters with admitted requests, sorted.

@@ -3,62 +3,59 @@
 //! A steady decode step (plan, forward, greedy sampling, commit) allocates nothing and takes no lock; deltas are
 //! delivered after it.
 
-use std::collections::{BTreeSet, HashMap};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::collections::BTreeSet;
+use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use manylora_core::{
-    AdapterUsers, ControlPlane, Effect, Event, RequestId, SequenceOutcome, StepOutcome, StepPlan, Time,
-};
+use manylora_core::{AdapterUsers, ControlPlane, Effect, Event, SequenceOutcome, StepOutcome, StepPlan, Time};
 use manylora_kernels::LargestValues;
 use manylora_model::{ModelError, Runner};
 
 use super::EngineStats;
+use super::choice::{Chosen, Draw};
 use super::command::Command;
 use super::library::{Core, Library};
 use super::lower::LoweredStep;
 use super::meters::{LoadFailureCounts, Meters};
-use super::running::RunningSequence;
+use super::phases::{Phase, PhaseSeconds, Stopwatch};
+use super::sequences::{Place, Sequences};
 use crate::error::EngineError;
-use crate::sampler::{RowNeed, SamplerScratch};
+use crate::sampler::SamplerScratch;
 use crate::structure::Constraint;
 
 /// How often unloads that wait for holds are looked at when nothing else happens.
 const DEPARTING_POLL: Duration = Duration::from_millis(2);
 
-/// What the sequences of a chunk need of its rows.
-#[derive(Clone, Copy, Debug, Default)]
-struct ChunkNeeds {
-    /// The greedy token of one or more.
-    greedy: bool,
-    /// So many largest values of one or more.
-    largest: Option<usize>,
-    /// Whole rows.
-    rows: bool,
-}
-
 pub(crate) struct Worker {
     core: ControlPlane,
-    runner: Box<dyn Runner>,
+    pub(super) runner: Box<dyn Runner>,
     library: Library,
     commands: Receiver<Command>,
     clock: Instant,
-    running: HashMap<RequestId, RunningSequence>,
+    pub(super) sequences: Sequences,
     /// Steps, and bytes of adapters that they have read.
     steps: u64,
     streamed_bytes: u64,
-    plan: StepPlan,
-    step: LoweredStep,
-    outcome: StepOutcome,
-    greedy: Vec<u32>,
-    largest: LargestValues,
-    scratch: SamplerScratch,
+    pub(super) plan: StepPlan,
+    /// Where the sequences of the plan are, in its order, until the step is delivered.
+    pub(super) members: Vec<Place>,
+    pub(super) step: LoweredStep,
+    pub(super) outcome: StepOutcome,
+    pub(super) greedy: Vec<u32>,
+    pub(super) largest: LargestValues,
+    /// Memory of threads that choose tokens; one at least between steps.
+    pub(super) scratches: Mutex<Vec<SamplerScratch>>,
+    /// Tokens that the step has chosen, in the order of its sample rows.
+    pub(super) chosen: Vec<Chosen>,
     /// Empty between steps.
-    constraints: Vec<(RequestId, Mutex<Constraint>)>,
+    pub(super) draws: Vec<Draw>,
+    /// Empty between steps.
+    pub(super) constraints: Vec<(Place, Mutex<Constraint>)>,
     effects: Vec<Effect>,
-    meters: Meters,
+    pub(super) meters: Meters,
+    phase_seconds: PhaseSeconds,
+    watch: Stopwatch,
 }
 
 impl Worker {
@@ -83,28 +80,40 @@ impl Worker {
             library,
             commands,
             clock: Instant::now(),
-            running: HashMap::new(),
+            sequences: Sequences::default(),
             steps: 0,
             streamed_bytes: 0,
             plan: StepPlan::default(),
+            members: Vec::with_capacity(max_num_seqs),
             step,
             outcome,
             greedy,
             largest: LargestValues::default(),
-            scratch: SamplerScratch::default(),
+            scratches: Mutex::new(vec![SamplerScratch::default()]),
+            chosen: Vec::with_capacity(max_num_seqs),
+            draws: Vec::new(),
             constraints: Vec::new(),
             effects: Vec::new(),
             meters,
+            phase_seconds: PhaseSeconds::default(),
+            watch: Stopwatch::start(),
         }
+    }
+
+    /// Books the time since the last call.
+    pub(super) fn spent(&mut self, phase: Phase) {
+        self.phase_seconds.add(phase, self.watch.lap());
     }
 
     /// Runs until told to stop, until every handle is gone, or until a step fails: what the device holds is unknown then.
     pub(crate) fn run(&mut self) -> Result<(), ModelError> {
         while self.take_commands() {
             self.with_library(Library::unload_departing);
+            self.spent(Phase::Commands);
             let ran = self.step()?;
             // Effects may have made something runnable that was not when the step was planned.
             let changed = self.carry_out_effects();
+            self.spent(Phase::Deliver);
             if ran || changed {
                 continue;
             }
@@ -114,6 +123,8 @@ impl Worker {
             } else {
                 self.commands.recv().map_err(|_| RecvTimeoutError::Disconnected)
             };
+            // Nobody's time.
+            self.watch.lap();
             match command {
                 Ok(Command::Shutdown) | Err(RecvTimeoutError::Disconnected) => return Ok(()),
                 Ok(command) => self.handle(command),
@@ -136,7 +147,7 @@ impl Worker {
 
     /// Ends everything that still runs, after the loop has ended or failed.
     pub(crate) fn close(&mut self, why: &str) {
-        for (_, mut sequence) in self.running.drain() {
+        for mut sequence in self.sequences.drain() {
             sequence.fail(EngineError::Stopped(why.to_owned()));
         }
     }
@@ -162,7 +173,7 @@ impl Worker {
                         self.meters.look_up(resident);
                         sequence.course.resident &= resident;
                     }
-                    self.running.insert(request.id, sequence);
+                    self.sequences.insert(request.id, sequence);
                     self.core.handle(now, Event::Submit(request));
                 }
                 drop(holds);
@@ -194,7 +205,12 @@ impl Worker {
                 self.with_library(|library, core| library.pin(name, pinned, reply, core));
             }
             Command::SetWeight(client, weight) => self.core.handle(now, Event::SetWeight { client, weight }),
-            Command::Stats(reply) => drop(reply.send(Ok(self.stats()))),
+            Command::Stats(reply) => {
+                self.spent(Phase::Commands);
+                drop(reply.send(Ok(self.stats())));
+                // To look is nobody's time, lest looking changed what is seen.
+                self.watch.lap();
+            }
             Command::ResetPrefixCache(reply) => drop(reply.send(Ok(self.core.reset_prefix_cache()))),
             Command::Shutdown => {}
         }
@@ -221,6 +237,7 @@ impl Worker {
             loaded_bytes: self.library.loaded_bytes,
             streamed_bytes: self.streamed_bytes,
             steps: self.steps,
+            phase_seconds: self.phase_seconds,
             device_memory: self.runner.memory_use().map(Into::into),
         }
     }
@@ -271,18 +288,18 @@ impl Worker {
                 self.library.evict(slot, digest, self.runner.as_mut());
             }
             Effect::LeaseBound(request) => {
-                if let Some(sequence) = self.running.get(&request) {
+                if let Some(sequence) = self.sequences.at(self.sequences.place(request)) {
                     sequence.bind(|registration| self.library.version_of(registration));
                 }
             }
             Effect::RequestFailed { request, reason } => {
-                if let Some(mut sequence) = self.running.remove(&request) {
+                if let Some(mut sequence) = self.sequences.remove(request) {
                     self.meters.ended.error += 1;
                     sequence.fail(EngineError::RequestFailed(reason));
                 }
             }
             Effect::Finished { request, reason } => {
-                if let Some(mut sequence) = self.running.remove(&request) {
+                if let Some(mut sequence) = self.sequences.remove(request) {
                     sequence.finish(reason, &mut self.meters);
                 }
             }
@@ -306,7 +323,9 @@ impl Worker {
             return Ok(false);
         }
         self.carry_out_evictions();
+        self.spent(Phase::Plan);
         self.run_step()?;
+        self.spent(Phase::Commit);
         self.deliver();
         Ok(true)
     }
@@ -319,13 +338,19 @@ impl Worker {
         self.streamed_bytes += slots.clone().map(|slot| self.library.bytes_in(slot)).sum::<u64>();
         self.meters.step(self.steps, self.plan.tokens.len(), slots);
         let begun = Instant::now();
+        self.members.clear();
         for planned in &self.plan.sequences {
-            if let Some(sequence) = self.running.get_mut(&planned.request) {
+            let place = self.sequences.place(planned.request);
+            self.members.push(place);
+            if let Some(sequence) = self.sequences.at_mut(place) {
                 sequence.course.schedule(begun, planned.cached_tokens as usize, planned.preemptions);
             }
         }
+        self.spent(Phase::Lower);
         self.runner.forward(&self.step.batch)?;
-        self.prepare_constraints();
+        self.spent(Phase::Forward);
+        self.choose_tokens()?;
+        self.spent(Phase::Sample);
         self.outcome.step = self.plan.step;
         self.outcome.sequences.clear();
         self.outcome.tokens.clear();
@@ -334,114 +359,18 @@ impl Worker {
                 .sequences
                 .push(SequenceOutcome { request: Some(planned.request), ..SequenceOutcome::default() });
         }
-        let wanted = self.step.sample_rows.len();
-        let chunk = self.runner.max_logit_rows();
-        for first in (0..wanted).step_by(chunk) {
-            self.sample_chunk(first, chunk.min(wanted - first))?;
-        }
+        self.push_tokens();
+        self.spent(Phase::Text);
         self.core.commit(self.now(), &self.outcome);
         Ok(())
-    }
-
-    /// Finds out which tokens may come next where outputs are structured: while a card computes, or on the threads that have
-    /// just computed. What one sequence's constraint finds depends on no other's.
-    fn prepare_constraints(&mut self) {
-        for sample in self.step.sample_rows.iter().filter(|sample| sample.samples) {
-            let request = self.plan.sequences[sample.sequence as usize].request;
-            if let Some(constraint) = self.running.get_mut(&request).and_then(RunningSequence::take_unprepared) {
-                self.constraints.push((request, Mutex::new(constraint)));
-            }
-        }
-        let (constraints, next) = (&self.constraints, AtomicUsize::new(0));
-        // Some take a hundred times as long as others: whoever is done takes the next one.
-        let work = |_, _| {
-            while let Some((_, constraint)) = constraints.get(next.fetch_add(1, Ordering::Relaxed)) {
-                constraint.lock().unwrap_or_else(PoisonError::into_inner).prepare();
-            }
-        };
-        match constraints.len() {
-            0 => {}
-            1 => work(0, 1),
-            _ => self.runner.run_parts(&work),
-        }
-        for (request, constraint) in self.constraints.drain(..) {
-            if let Some(sequence) = self.running.get_mut(&request) {
-                sequence.put_back(constraint.into_inner().unwrap_or_else(PoisonError::into_inner));
-            }
-        }
-    }
-
-    fn sample_chunk(&mut self, first: usize, count: usize) -> Result<(), ModelError> {
-        self.runner.logits(&self.step.batch, first, count)?;
-        let mut needs = self.chunk_needs(first, count);
-        if needs.greedy {
-            self.runner.argmax(count, &mut self.greedy[..count])?;
-        }
-        // Rows may have to be fetched from a device. Where any is, lists are not: the row gives the same tokens.
-        self.largest.clear();
-        if let (Some(k), false) = (needs.largest, needs.rows) {
-            needs.rows = !(self.runner.largest(count, k, &mut self.largest)? && self.all_listed(first, count));
-        }
-        let logits = if needs.rows { self.runner.read_logits(count)? } else { &[] };
-        let width = logits.len() / count;
-        let sampled = Instant::now();
-        for (offset, sample) in self.step.sample_rows[first..first + count].iter().enumerate() {
-            let planned = &self.plan.sequences[sample.sequence as usize];
-            let Some(sequence) = self.running.get_mut(&planned.request) else { continue };
-            let row = &logits[offset * width..(offset + 1) * width];
-            sequence.see_row(sample.position as usize, row, &mut self.scratch);
-            if !sample.samples {
-                continue;
-            }
-            sequence.set_cached_tokens(planned.cached_tokens as usize);
-            let token = match (sequence.need(), self.largest.row(offset)) {
-                (RowNeed::Greedy, _) => sequence.accept_greedy(self.greedy[offset]),
-                (RowNeed::Largest(_), Some(listed)) if !needs.rows => sequence.sample_listed(listed, &mut self.scratch),
-                _ => sequence.sample(row, &mut self.scratch),
-            };
-            let outcome = &mut self.outcome.sequences[sample.sequence as usize];
-            outcome.first_token = self.outcome.tokens.len() as u32;
-            outcome.tokens = 1;
-            outcome.stopped = sequence.push_token(token);
-            sequence.course.token(sampled, &mut self.meters);
-            self.outcome.tokens.push(token);
-        }
-        Ok(())
-    }
-
-    /// What a chunk's sequences need of its rows.
-    fn chunk_needs(&self, first: usize, count: usize) -> ChunkNeeds {
-        let mut needs = ChunkNeeds::default();
-        for sample in &self.step.sample_rows[first..first + count] {
-            let planned = &self.plan.sequences[sample.sequence as usize];
-            let Some(sequence) = self.running.get(&planned.request) else { continue };
-            needs.rows |= sequence.looks_at(sample.position as usize);
-            if sample.samples {
-                match sequence.need() {
-                    RowNeed::Greedy => needs.greedy = true,
-                    RowNeed::Largest(k) => needs.largest = needs.largest.max(Some(k)),
-                    RowNeed::Row => needs.rows = true,
-                }
-            }
-        }
-        needs
-    }
-
-    /// Whether there is a list for each row of a chunk whose sequence chooses from one.
-    fn all_listed(&self, first: usize, count: usize) -> bool {
-        self.step.sample_rows[first..first + count].iter().enumerate().all(|(offset, sample)| {
-            let planned = &self.plan.sequences[sample.sequence as usize];
-            let sequence = self.running.get(&planned.request);
-            let chooses = sequence.is_some_and(|it| sample.samples && matches!(it.need(), RowNeed::Largest(_)));
-            !chooses || self.largest.row(offset).is_some()
-        })
     }
 
     /// Sends what became certain. What finished is sent by the `Finished` effects of the commit.
     fn deliver(&mut self) {
         self.carry_out_effects();
-        for planned in &self.plan.sequences {
-            if let Some(sequence) = self.running.get_mut(&planned.request) {
+        // Who has ended is gone, and nobody new is there yet.
+        for &place in &self.members {
+            if let Some(sequence) = self.sequences.at_mut(place) {
                 sequence.flush();
             }
         }

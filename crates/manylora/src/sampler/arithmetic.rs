@@ -10,7 +10,7 @@ pub(super) const BLOCK: usize = 256;
 const LANES: usize = 8;
 
 /// Below this, `exp` is taken as 0: e^-87 is the last power whose exponent fits a normal `f32`.
-const EXP_LOWEST: f32 = -87.0;
+pub(super) const EXP_LOWEST: f32 = -87.0;
 /// 1.5 * 2^23: adding it rounds a small number to an integer that stands in the low bits.
 const ROUND_TO_INTEGER: f32 = 12_582_912.0;
 /// ln 2 in two parts; the first has zeros at its end, so that its product with a small integer is exact.
@@ -78,7 +78,7 @@ pub fn argmax(logits: &[f32]) -> Option<u32> {
 }
 
 /// `exp((logit - maximum) * inverse_temperature)` of a block of at most [`BLOCK`] logits; zeros behind its end.
-pub(super) fn block_weights(block: &[f32], maximum: f32, inverse_temperature: f32) -> [f32; BLOCK] {
+fn block_weights(block: &[f32], maximum: f32, inverse_temperature: f32) -> [f32; BLOCK] {
     let mut weights = [0.0; BLOCK];
     for (weight, logit) in weights.iter_mut().zip(block) {
         *weight = exp((logit - maximum) * inverse_temperature);

@@ -1,25 +1,24 @@
 //! Drawing a token from a row of logits under min_p, top_k and top_p, without sorting the vocabulary.
 //!
 //! min_p and top_k are thresholds on the logit: the first is known from the maximum, the second comes from a partial
-//! selection. Only what passes both is gathered. top_p needs the mass of the most likely tokens: over the whole row a
-//! histogram of mass by logit tells which tokens to gather, and the exact boundary is found among those by bisection
-//! over partial selections. One uniform number then picks a token by inverting the cumulative mass of what is left.
+//! selection. Only what passes both is gathered. top_p needs the mass of the most likely tokens: of the whole row, the
+//! tokens near the most likely one are gathered, further down as long as they have too little of the row's mass, and the
+//! exact boundary is found among those by bisection over partial selections. One uniform number then picks a token by
+//! inverting the cumulative mass of what is left.
 //!
 //! Under top_k everything that follows depends on the k largest values and their ties alone, in the order of their tokens:
 //! a list of these gives the same candidates, the same sums and the same token as the row, to the last bit.
 
 use std::cmp::Ordering;
 
-use super::arithmetic::{BLOCK, block_mass, block_weights, exp, maximum};
+use super::arithmetic::{BLOCK, EXP_LOWEST, block_mass, exp, maximum};
 
 /// Values that are looked at together: most chunks hold nothing of interest, and saying so takes no branch.
 const CHUNK: usize = 16;
 /// Up to this many candidates, sorting is cheaper than selecting.
 const SORTED: usize = 256;
-/// Buckets of the mass histogram per unit of the exponent.
-const BUCKETS_PER_UNIT: f32 = 16.0;
-/// Enough for every exponent whose weight is not 0.
-const BUCKETS: usize = 88 * BUCKETS_PER_UNIT as usize;
+/// How far below the most likely token those with `top_p` of the mass are looked for first: e^-6 is 1/400 of its probability.
+const NUCLEUS_REACH: f32 = 6.0;
 
 /// A token that may be drawn.
 #[derive(Clone, Copy, Debug)]
@@ -54,7 +53,7 @@ pub(super) struct Filters {
 pub(super) struct SelectionScratch {
     candidates: Vec<Candidate>,
     values: Vec<f32>,
-    /// Of blocks of the row, or of the histogram's buckets.
+    /// Of blocks of the row.
     masses: Vec<f64>,
 }
 
@@ -63,7 +62,7 @@ impl SelectionScratch {
         Self {
             candidates: Vec::with_capacity(SORTED),
             values: Vec::with_capacity(4 * SORTED),
-            masses: Vec::with_capacity(vocab_size.div_ceil(BLOCK).max(BUCKETS)),
+            masses: Vec::with_capacity(vocab_size.div_ceil(BLOCK)),
         }
     }
 
@@ -123,7 +122,6 @@ impl Filters {
 
     /// Gathers what all filters leave. False when the row has no logit above minus infinity.
     fn support(&self, logits: &[f32], scratch: &mut SelectionScratch) -> bool {
-        let SelectionScratch { candidates, values, masses } = scratch;
         let top = maximum(logits);
         if top == f32::NEG_INFINITY {
             return false;
@@ -131,46 +129,35 @@ impl Filters {
         let threshold = match self.top_k {
             // All others are infinitely less likely.
             _ if top == f32::INFINITY => top,
-            Some(k) => kth_largest(logits, k, values),
+            Some(k) => kth_largest(logits, k, &mut scratch.values),
             None => f32::NEG_INFINITY,
         };
-        let mut lowest_exponent = self.min_p_logarithm;
-        let mut total = None;
-        if self.top_p < 1.0 && threshold == f32::NEG_INFINITY && lowest_exponent == f32::NEG_INFINITY {
-            let (row_total, exponent) = self.nucleus_exponent(logits, top, masses);
-            (total, lowest_exponent) = (Some(row_total), exponent);
-        }
-        self.gather(logits, top, threshold, lowest_exponent, candidates);
+        let lowest_exponent = self.min_p_logarithm;
+        let total = if self.top_p < 1.0 && threshold == f32::NEG_INFINITY && lowest_exponent == f32::NEG_INFINITY {
+            self.gather_nucleus(logits, top, scratch)
+        } else {
+            self.gather(logits, top, threshold, lowest_exponent, &mut scratch.candidates);
+            mass_of(&scratch.candidates)
+        };
         if self.top_p < 1.0 {
-            let total = total.unwrap_or_else(|| mass_of(candidates));
-            let kept = boundary_by_bisection(candidates, self.top_p * total);
-            candidates.truncate(kept);
+            let kept = boundary_by_bisection(&mut scratch.candidates, self.top_p * total);
+            scratch.candidates.truncate(kept);
         }
         true
     }
 
-    /// The row's mass, and an exponent such that the tokens with at least it have `top_p` of that mass: the lower end
-    /// of the bucket that the boundary falls into.
-    fn nucleus_exponent(&self, logits: &[f32], top: f32, masses: &mut Vec<f64>) -> (f64, f32) {
-        masses.clear();
-        masses.resize(BUCKETS, 0.0);
-        for block in logits.chunks(BLOCK) {
-            let weights = block_weights(block, top, self.inverse_temperature);
-            for (&logit, weight) in block.iter().zip(weights) {
-                if weight > 0.0 {
-                    let bucket = (top - logit) * self.inverse_temperature * BUCKETS_PER_UNIT;
-                    masses[(bucket as usize).min(BUCKETS - 1)] += f64::from(weight);
-                }
+    /// Gathers, in the order of their ids, tokens that have `top_p` of the row's mass together, the most likely ones; returns
+    /// that mass. How many more than needed depends on the row alone.
+    fn gather_nucleus(&self, logits: &[f32], top: f32, scratch: &mut SelectionScratch) -> f64 {
+        let total = self.block_masses(logits, top, &mut scratch.masses);
+        let mut reach = NUCLEUS_REACH;
+        loop {
+            self.gather(logits, top, f32::NEG_INFINITY, -reach, &mut scratch.candidates);
+            if -reach <= EXP_LOWEST || mass_of(&scratch.candidates) >= self.top_p * total {
+                return total;
             }
+            reach *= 2.0;
         }
-        let total: f64 = masses.iter().sum();
-        let mut sum = 0.0;
-        let boundary = masses.iter().position(|mass| {
-            sum += mass;
-            sum >= self.top_p * total
-        });
-        let lowest = boundary.map_or(f32::NEG_INFINITY, |bucket| -((bucket + 1) as f32) / BUCKETS_PER_UNIT);
-        (total, lowest)
     }
 
     /// Masses of the row's blocks; returns their sum.
