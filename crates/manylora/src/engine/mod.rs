@@ -16,6 +16,7 @@ mod loader;
 mod lower;
 pub mod meters;
 mod running;
+mod processor;
 mod sizes;
 mod stamp;
 mod startup;
@@ -31,6 +32,7 @@ pub use handle::{EngineHandle, Logits, Share};
 use manylora_core::{CoreStats, Digest};
 use manylora_kernels::MemoryUse;
 pub use meters::{Distribution, LoadFailureCounts, Meters, Timing};
+pub use processor::ProcessorBytes;
 pub use sizes::model_dimensions;
 pub use startup::{CardMemory, EngineInfo, LoadProgress};
 

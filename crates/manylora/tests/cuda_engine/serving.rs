@@ -233,6 +233,8 @@ fn formulas() {
                 vocabulary: 288,
                 tied,
                 attention_bias: tied,
+                output_bias: false,
+                mlp_bias: false,
                 head_norm: !tied,
             };
             for rank in [1, 2, 5, 8, 12, 64, 512] {
