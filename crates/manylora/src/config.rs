@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use manylora_core::SchedulingPolicy;
+use manylora_core::budget::division::SizeSettings;
 use manylora_core::eviction::EvictionPolicyKind;
 use manylora_core::sampling::LogprobsMode;
 
@@ -184,6 +185,8 @@ pub struct EngineConfig {
 impl EngineConfig {
     /// Defaults for the base in `model`.
     pub fn new(model: impl Into<PathBuf>) -> Self {
+        // What decides sizes is the planner's and the simulator's, too.
+        let sizes = SizeSettings::new(0);
         Self {
             model: model.into(),
             model_names: Vec::new(),
@@ -192,22 +195,22 @@ impl EngineConfig {
             chat_template: None,
             device: Device::Auto,
             dtype: DType::Auto,
-            max_model_len: None,
-            max_num_seqs: 64,
-            max_num_batched_tokens: None,
-            block_size: 16,
-            kv_cache_memory_bytes: None,
-            gpu_memory_utilization: 0.92,
+            max_model_len: sizes.max_model_len,
+            max_num_seqs: sizes.max_num_seqs,
+            max_num_batched_tokens: sizes.max_num_batched_tokens,
+            block_size: sizes.block_size,
+            kv_cache_memory_bytes: sizes.kv_cache_memory_bytes,
+            gpu_memory_utilization: sizes.gpu_memory_utilization,
             batch_invariant: false,
             fixed_gemm_algorithm: false,
             enforce_eager: false,
             cuda_library_folders: Vec::new(),
             enable_prefix_caching: true,
-            enable_chunked_prefill: true,
+            enable_chunked_prefill: sizes.enable_chunked_prefill,
             scheduling_policy: SchedulingPolicy::Fair,
-            enable_lora: true,
-            max_lora_rank: 16,
-            max_loras: None,
+            enable_lora: sizes.enable_lora,
+            max_lora_rank: sizes.max_lora_rank,
+            max_loras: sizes.max_loras,
             max_cpu_loras: None,
             lora_eviction: EvictionPolicyKind::Lru,
             lora_memory_bytes: None,

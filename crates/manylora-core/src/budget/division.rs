@@ -75,6 +75,23 @@ pub struct SizeSettings {
 }
 
 impl SizeSettings {
+    /// An engine's defaults, for a model of this context.
+    pub const fn new(model_context: usize) -> Self {
+        Self {
+            model_context,
+            max_model_len: None,
+            max_num_seqs: 64,
+            max_num_batched_tokens: None,
+            enable_chunked_prefill: true,
+            block_size: 16,
+            kv_cache_memory_bytes: None,
+            gpu_memory_utilization: 0.92,
+            enable_lora: true,
+            max_lora_rank: 16,
+            max_loras: None,
+        }
+    }
+
     /// Rows of a step.
     pub fn max_rows(&self, context: usize) -> usize {
         let whole_prompts = if self.enable_chunked_prefill { 1 } else { context };
