@@ -15,6 +15,8 @@ __all__ = [
     "__version__",
     "check_sampling_params",
     "check_structured_outputs",
+    "plan",
+    "planned_names",
     "serve",
     "set_log",
 ]
@@ -23,6 +25,8 @@ __version__: str
 def check_sampling_params(params: Any) -> tuple[float, list[str]]: ...
 def set_log(level: str, json: bool) -> None: ...
 def check_structured_outputs(outputs: Any) -> None: ...
+def plan(question: Any) -> str: ...
+def planned_names() -> tuple[list[str], list[str]]: ...
 def serve(
     engine: Engine,
     port: Port,
