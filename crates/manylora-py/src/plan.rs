@@ -61,7 +61,7 @@ pub(crate) fn planned_names() -> (Vec<&'static str>, Vec<&'static str>) {
 fn wrong(error: SimError) -> EngineError {
     match error {
         SimError::Size(error) => error.into(),
-        error @ SimError::Field { .. } => EngineError::InvalidArgument(error.to_string()),
+        error => EngineError::InvalidArgument(error.to_string()),
     }
 }
 

@@ -1,9 +1,10 @@
 //! What can be wrong with a question: the field, its value, and what to do.
 
+use manylora_core::CoreError;
 use manylora_core::budget::division::SizeError;
 
 /// A question that has no answer.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum SimError {
     /// A field has a value that it cannot have.
     #[error("{field} `{value}`: {message}")]
@@ -18,6 +19,17 @@ pub enum SimError {
     /// Sizes that cannot be met, as an engine would refuse them at its start.
     #[error(transparent)]
     Size(#[from] SizeError),
+    /// Settings that the control plane refuses.
+    #[error(transparent)]
+    Core(#[from] CoreError),
+    /// Nothing can run, and nothing will happen that could change that.
+    #[error("at {now} s nothing can run and `{live}` requests are not done: this is a mistake in the scheduler; report it")]
+    Stuck {
+        /// When, in seconds.
+        now: f64,
+        /// Requests that are under way.
+        live: usize,
+    },
 }
 
 impl SimError {

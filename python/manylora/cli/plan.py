@@ -28,8 +28,8 @@ def add_parser(commands: Any) -> None:
         "plan",
         help="say what fits on a card, in bytes",
         description=(
-            "Say what of a model, its adapters and its sequences fits on a card, or on this machine, without either: bytes "
-            "are those that the engine would decide by."
+            "Say what of a model, its adapters and its sequences fits on a card, or on this machine, without either: "
+            "bytes are those that the engine would decide by."
         ),
         epilog=f"{EXAMPLES}\ncards: {', '.join(cards)}, cpu\nmodels: {', '.join(models)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,

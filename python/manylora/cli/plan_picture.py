@@ -111,7 +111,8 @@ def _comparison(plan: Plan) -> list[str]:
         lines.append(
             f"reserved by max_lora_rank {one.max_lora_rank} for {one.slots} adapters, as other engines do: "
             f"{amount(one.reserved_bytes)}, of which {amount(one.wasted_bytes)} wasted "
-            f"({one.lost_sequences} sequences of {plan.sequences[0].tokens} tokens); here {amount(one.charged_here_bytes)}"
+            f"({one.lost_sequences} sequences of {plan.sequences[0].tokens} tokens); "
+            f"here {amount(one.charged_here_bytes)}"
             + (f", and {amount(one.workspace_here_bytes)} of workspace" if one.workspace_here_bytes else "")
         )
     if plan.full_copies.count:
