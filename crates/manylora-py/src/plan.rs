@@ -8,6 +8,7 @@ use manylora::model::checkpoint::int4::config::Quantization;
 use manylora::model::error::ModelError;
 use manylora::model::spec::config_object;
 use manylora::{EngineError, ProcessorBytes, model_dimensions};
+use manylora_core::SchedulingSettings;
 use manylora_core::budget::division::SizeSettings;
 use manylora_core::budget::working::StepLimits;
 use manylora_core::budget::{ModelDimensions, NumberFormat};
@@ -92,8 +93,11 @@ fn ask(question: &Question) -> Result<String, EngineError> {
         fleet: fleet.clone(),
         lengths: question.lengths.clone(),
         settings: settings.clone(),
-        lora_memory_bytes: question.lora_memory_bytes,
-        max_cpu_loras: question.max_cpu_loras,
+        scheduling: SchedulingSettings {
+            max_cpu_loras: question.max_cpu_loras,
+            lora_memory_bytes: question.lora_memory_bytes,
+            ..SchedulingSettings::default()
+        },
         hot_adapters: question.hot_adapters,
         cublas: !question.batch_invariant,
         free_bytes: None,

@@ -1,5 +1,6 @@
 //! What the planner answers: the published figures, sums that add up, and errors and warnings that name their field.
 
+use manylora_core::SchedulingSettings;
 use manylora_core::budget::division::SizeSettings;
 use manylora_core::budget::working::StepLimits;
 use manylora_core::budget::{ModelDimensions, NumberFormat, WeightPacking};
@@ -22,8 +23,7 @@ fn on_card<'a>(model: &str, card: &str, fleet: Vec<FleetGroup>) -> PlanRequest<'
         dtype: DType::Auto,
         fleet,
         lengths: vec![1024, 4096],
-        lora_memory_bytes: None,
-        max_cpu_loras: None,
+        scheduling: SchedulingSettings::default(),
         hot_adapters: None,
         cublas: true,
         free_bytes: None,
@@ -85,13 +85,13 @@ fn a_55_a_cache_of_n_adapters_holds_n() {
     // 32 layers, rank 8, four maps of 4096 x 4096 in two bytes, and the adapter's table.
     assert!((16_777_216..16_777_216 + 8192).contains(&each), "{each}");
     for n in [1, 2, 3, 50] {
-        request.lora_memory_bytes = Some(n * each);
+        request.scheduling.lora_memory_bytes = Some(n * each);
         assert_eq!(plan(&request).unwrap().fleet[0].resident, n);
-        request.lora_memory_bytes = Some(n * each - 1);
+        request.scheduling.lora_memory_bytes = Some(n * each - 1);
         assert_eq!(plan(&request).unwrap().fleet[0].resident, n - 1);
     }
-    request.lora_memory_bytes = None;
-    request.max_cpu_loras = Some(2);
+    request.scheduling.lora_memory_bytes = None;
+    request.scheduling.max_cpu_loras = Some(2);
     assert_eq!(plan(&request).unwrap().fleet[0].resident, 2);
 }
 
@@ -140,11 +140,11 @@ fn warnings_name_the_setting() {
     assert_eq!(answer.warnings.len(), 1, "{:?}", answer.warnings);
     assert!(answer.warnings[0].starts_with("max_loras `4` lets 4 adapters share a step and 8 are asked for"));
     request.settings.max_loras = None;
-    request.lora_memory_bytes = Some(100_000_000);
+    request.scheduling.lora_memory_bytes = Some(100_000_000);
     let answer = plan(&request).unwrap();
     assert_eq!(answer.fleet[0].resident, 4);
     assert!(answer.warnings[0].contains("4 of 30 adapters are resident") && answer.warnings[0].contains("lora_memory_bytes"));
-    request.lora_memory_bytes = None;
+    request.scheduling.lora_memory_bytes = None;
     request.lengths = vec![8192];
     assert!(plan(&request).unwrap().warnings[0].starts_with("max_num_seqs `64` sequences of 8192 tokens do not fit"));
 }
@@ -164,7 +164,7 @@ fn errors_name_the_field() {
         (
             |request| {
                 request.settings.max_loras = Some(4);
-                request.max_cpu_loras = Some(2);
+                request.scheduling.max_cpu_loras = Some(2);
             },
             "max_cpu_loras `2`: it must be >= max_loras (4)",
         ),

@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use manylora_core::SchedulingPolicy;
+use manylora_core::{SchedulingPolicy, SchedulingSettings};
 use manylora_core::budget::division::SizeSettings;
 use manylora_core::eviction::EvictionPolicyKind;
 use manylora_core::sampling::LogprobsMode;
@@ -186,7 +186,7 @@ impl EngineConfig {
     /// Defaults for the base in `model`.
     pub fn new(model: impl Into<PathBuf>) -> Self {
         // What decides sizes is the planner's and the simulator's, too.
-        let sizes = SizeSettings::new(0);
+        let (sizes, scheduling) = (SizeSettings::new(0), SchedulingSettings::default());
         Self {
             model: model.into(),
             model_names: Vec::new(),
@@ -205,15 +205,15 @@ impl EngineConfig {
             fixed_gemm_algorithm: false,
             enforce_eager: false,
             cuda_library_folders: Vec::new(),
-            enable_prefix_caching: true,
+            enable_prefix_caching: scheduling.enable_prefix_caching,
             enable_chunked_prefill: sizes.enable_chunked_prefill,
-            scheduling_policy: SchedulingPolicy::Fair,
+            scheduling_policy: scheduling.policy,
             enable_lora: sizes.enable_lora,
             max_lora_rank: sizes.max_lora_rank,
             max_loras: sizes.max_loras,
-            max_cpu_loras: None,
-            lora_eviction: EvictionPolicyKind::Lru,
-            lora_memory_bytes: None,
+            max_cpu_loras: scheduling.max_cpu_loras,
+            lora_eviction: scheduling.eviction,
+            lora_memory_bytes: scheduling.lora_memory_bytes,
             lora_roots: None,
             lora_target_modules: None,
             strict_base: false,
@@ -226,7 +226,7 @@ impl EngineConfig {
             simd: None,
             loader_threads: None,
             before_read: None,
-            max_deferred_steps: 256,
+            max_deferred_steps: scheduling.max_deferred_steps,
         }
     }
 }

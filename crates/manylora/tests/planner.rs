@@ -9,6 +9,7 @@ use std::path::Path;
 use common::{Oracle, adapter_path, engine};
 use manylora::model::checkpoint::Checkpoint;
 use manylora::{AdapterSource, DType, Device, Engine, EngineConfig, ProcessorBytes, model_dimensions};
+use manylora_core::SchedulingSettings;
 use manylora_core::budget::division::SizeSettings;
 use manylora_core::budget::working::StepLimits;
 use manylora_core::budget::{ModelDimensions, NumberFormat};
@@ -53,8 +54,11 @@ fn planned(config: &EngineConfig, fleet: Vec<FleetGroup>) -> Plan {
             max_loras: config.max_loras,
             ..SizeSettings::new(context)
         },
-        lora_memory_bytes: config.lora_memory_bytes,
-        max_cpu_loras: config.max_cpu_loras,
+        scheduling: SchedulingSettings {
+            lora_memory_bytes: config.lora_memory_bytes,
+            max_cpu_loras: config.max_cpu_loras,
+            ..SchedulingSettings::default()
+        },
         hot_adapters: None,
         cublas: false,
         free_bytes: None,
@@ -127,7 +131,7 @@ fn a_55_the_planners_bytes_are_the_ledgers() {
                 let Ok(loaded) = engine.load_adapter(source) else { continue };
                 let answer = planned(&config, vec![FleetGroup { count: 1, rank, modules }]);
                 assert_eq!(answer.fleet[0].bytes, loaded.report.bytes, "{base} {name}");
-                engine.unload_adapter(&name, manylora::UnloadMode::Drain, None).expect("it goes");
+                engine.unload_adapter(&name, manylora::UnloadMode::Drain).expect("it goes");
                 compared += 1;
             }
         }

@@ -14,7 +14,7 @@ use manylora_core::{
     SequenceOutcome, StepOutcome, StepPlan, Time,
 };
 
-pub use config::{EngineSettings, Scheduling};
+pub use config::EngineSettings;
 
 use crate::cost::{AdapterShape, CostModel, StepWork, StepWorker, Tier};
 use crate::error::SimError;

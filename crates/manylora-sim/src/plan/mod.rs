@@ -12,6 +12,7 @@ use manylora_core::budget::card::{self as card_bytes, StepRoom, product_workspac
 use manylora_core::budget::division::{self, CardState, Division, ModelBytes, divide_card, divide_processor};
 use manylora_core::budget::working::StepLimits;
 use manylora_core::budget::{Ledger, ModelDimensions, NumberFormat, TargetModule};
+use manylora_core::{CoreConfig, Digest};
 use serde::Serialize;
 
 pub use comparison::{FullCopies, MaxRankReservation, ModuleParameters};
@@ -214,6 +215,11 @@ impl<'a> Placed<'a> {
 
 /// Answers.
 pub fn plan(request: &PlanRequest<'_>) -> Result<Plan, SimError> {
+    decide(request).map(|(plan, _)| plan)
+}
+
+/// The answer, and what an engine of it tells its control plane.
+pub(crate) fn decide(request: &PlanRequest<'_>) -> Result<(Plan, CoreConfig), SimError> {
     request.validate()?;
     let placed = Placed::new(request)?;
     let division = placed.divide()?;
@@ -221,7 +227,7 @@ pub fn plan(request: &PlanRequest<'_>) -> Result<Plan, SimError> {
     let dimensions = &request.model.dimensions;
     let ledger =
         Ledger { bytes: division.ledger_bytes, block_bytes: placed.block, block_size: settings.block_size };
-    let room = ledger.adapter_room(division.max_model_len).min(request.lora_memory_bytes.unwrap_or(u64::MAX));
+    let room = ledger.adapter_room(division.max_model_len).min(request.scheduling.lora_memory_bytes.unwrap_or(u64::MAX));
 
     let fleet = resident_fleet(request, &placed, room);
     let adapters: u64 = fleet.iter().map(|group| group.resident * group.bytes).sum();
@@ -273,13 +279,14 @@ pub fn plan(request: &PlanRequest<'_>) -> Result<Plan, SimError> {
         sequences,
     };
     plan.warnings = warnings::warnings(request, &plan);
-    Ok(plan)
+    let core = CoreConfig::of_engine(settings, &division, placed.block, &request.scheduling, Digest([0; 32]));
+    Ok((plan, core))
 }
 
 /// The groups in their order, each as far as there is room (and `max_cpu_loras` lets them stay).
 fn resident_fleet(request: &PlanRequest<'_>, placed: &Placed<'_>, room: u64) -> Vec<PlannedGroup> {
     let mut left = room;
-    let mut places = request.max_cpu_loras.map_or(u64::MAX, |places| places as u64);
+    let mut places = request.scheduling.max_cpu_loras.map_or(u64::MAX, |places| places as u64);
     let group = |group: &FleetGroup| {
         let bytes = placed.adapter(group.rank, &group.modules);
         let resident = group.count.min(left / bytes).min(places);

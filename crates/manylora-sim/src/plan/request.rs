@@ -1,5 +1,6 @@
 //! The question: model, device, adapters, lengths and the engine's settings; every field is checked, and errors name it.
 
+use manylora_core::SchedulingSettings;
 use manylora_core::budget::division::SizeSettings;
 use manylora_core::budget::working::StepLimits;
 use manylora_core::budget::{ModelDimensions, NumberFormat, TargetModule, WeightPacking};
@@ -136,12 +137,10 @@ pub struct PlanRequest<'a> {
     pub fleet: Vec<FleetGroup>,
     /// Lengths of sequences, prompt and output, in tokens; none = `max_model_len`.
     pub lengths: Vec<usize>,
-    /// The engine's settings.
+    /// The engine's settings that decide sizes.
     pub settings: SizeSettings,
-    /// Bytes for adapters; None = elastic.
-    pub lora_memory_bytes: Option<u64>,
-    /// Resident adapters; None = unbounded.
-    pub max_cpu_loras: Option<usize>,
+    /// Those that decide no sizes, but what adapters may take.
+    pub scheduling: SchedulingSettings,
     /// Adapters that requests ask for at the same time; None = all of them, up to `max_num_seqs`.
     pub hot_adapters: Option<u64>,
     /// Whether cuBLASLt multiplies on a card: it wants working memory.
@@ -186,7 +185,8 @@ impl PlanRequest<'_> {
             ("max_lora_rank", settings.max_lora_rank),
             ("max_model_len", settings.max_model_len.unwrap_or(1)),
             ("max_loras", settings.max_loras.unwrap_or(1)),
-            ("max_cpu_loras", self.max_cpu_loras.unwrap_or(1)),
+            ("max_cpu_loras", self.scheduling.max_cpu_loras.unwrap_or(1)),
+            ("loader_threads", self.scheduling.loader_threads),
         ];
         for (name, value) in counts {
             if !(1..=LARGEST_COUNT).contains(&value) {
@@ -196,7 +196,7 @@ impl PlanRequest<'_> {
         if settings.block_size > 1024 {
             return Err(SimError::field("block_size", settings.block_size, "it must be at most 1024"));
         }
-        if let (Some(slots), Some(host)) = (settings.max_loras, self.max_cpu_loras)
+        if let (Some(slots), Some(host)) = (settings.max_loras, self.scheduling.max_cpu_loras)
             && host < slots
         {
             return Err(SimError::field("max_cpu_loras", host, format!("it must be >= max_loras ({slots})")));

@@ -7,7 +7,7 @@ pub(super) fn warnings(request: &PlanRequest<'_>, plan: &Plan) -> Vec<String> {
     let mut found = Vec::new();
     let adapters = request.adapters();
     let hot = request.hot_adapters.unwrap_or(adapters).min(adapters).min(settings.max_num_seqs as u64);
-    for (name, limit) in [("max_loras", settings.max_loras), ("max_cpu_loras", request.max_cpu_loras)] {
+    for (name, limit) in [("max_loras", settings.max_loras), ("max_cpu_loras", request.scheduling.max_cpu_loras)] {
         if let Some(limit) = limit.filter(|&limit| (limit as u64) < hot) {
             found.push(format!(
                 "{name} `{limit}` lets {limit} adapters share a step and {hot} are asked for at a time: the others' requests \
@@ -17,9 +17,9 @@ pub(super) fn warnings(request: &PlanRequest<'_>, plan: &Plan) -> Vec<String> {
     }
     let resident: u64 = plan.fleet.iter().map(|group| group.resident).sum();
     if resident < adapters {
-        let setting = if request.max_cpu_loras.is_some_and(|limit| limit as u64 == resident) {
+        let setting = if request.scheduling.max_cpu_loras.is_some_and(|limit| limit as u64 == resident) {
             "max_cpu_loras"
-        } else if request.lora_memory_bytes.is_some_and(|bytes| bytes <= plan.adapter_room) {
+        } else if request.scheduling.lora_memory_bytes.is_some_and(|bytes| bytes <= plan.adapter_room) {
             "lora_memory_bytes"
         } else if settings.kv_cache_memory_bytes.is_some() {
             "kv_cache_memory_bytes"

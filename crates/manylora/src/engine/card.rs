@@ -142,9 +142,12 @@ impl Card {
             shared_bytes: division.ledger_bytes,
         };
         let sizes = Sizes {
+            division,
+            dtype: self.options.dtype,
+            dtype_name: self.dtype_name,
+            block_bytes: model.block,
             most_composed: Some(MOST_COMPOSED),
             card: Some(memory),
-            ..Sizes::of(&division, (self.options.dtype, self.dtype_name), model.block)
         };
         Ok((sizes, memory))
     }
@@ -157,8 +160,9 @@ impl Card {
         sizes: &Sizes,
         memory: &CardMemory,
     ) -> Result<Arc<CudaBackend>, EngineError> {
-        let settings = sizes::settings(config, spec);
-        let limits = settings.step_limits(sizes.max_rows, sizes.max_model_len, sizes.blocks, MOST_COMPOSED);
+        let division = &sizes.division;
+        let (rows, context, blocks) = (division.max_rows, division.max_model_len, division.blocks);
+        let limits = sizes::settings(config, spec).step_limits(rows, context, blocks, MOST_COMPOSED);
         let room = card::StepRoom::new(&limits, config.max_num_seqs, config.max_loras);
         let room = StepRoom {
             rows: room.rows,

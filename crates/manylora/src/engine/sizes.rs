@@ -5,7 +5,7 @@
 
 use manylora_core::budget::division::{Division, ModelBytes, SizeSettings, divide_processor};
 use manylora_core::budget::{ModelDimensions, TargetModule};
-use manylora_core::{CoreConfig, Digest, LoraMemory};
+use manylora_core::{CoreConfig, Digest, SchedulingSettings};
 use manylora_kernels::StorageType;
 use manylora_kernels::cpu::CpuBackend;
 use manylora_model::ModelSpec;
@@ -21,37 +21,14 @@ use crate::error::EngineError;
 /// What was decided.
 #[derive(Clone, Debug)]
 pub(super) struct Sizes {
-    pub(super) max_rows: usize,
+    pub(super) division: Division,
     pub(super) dtype: StorageType,
     pub(super) dtype_name: &'static str,
     pub(super) block_bytes: u64,
-    /// Bytes that KV blocks and adapters share.
-    pub(super) ledger_bytes: u64,
-    pub(super) working_bytes: u64,
-    pub(super) blocks: usize,
-    pub(super) max_model_len: usize,
     /// Most adapters that one request can compose; None = any number.
     pub(super) most_composed: Option<usize>,
     /// How a card's memory is divided.
     pub(super) card: Option<CardMemory>,
-}
-
-impl Sizes {
-    /// What was decided, for numbers of this type.
-    pub(super) fn of(division: &Division, (dtype, dtype_name): (StorageType, &'static str), block_bytes: u64) -> Self {
-        Self {
-            max_rows: division.max_rows,
-            dtype,
-            dtype_name,
-            block_bytes,
-            ledger_bytes: division.ledger_bytes,
-            working_bytes: division.working_bytes,
-            blocks: division.blocks,
-            max_model_len: division.max_model_len,
-            most_composed: None,
-            card: None,
-        }
-    }
 }
 
 /// The settings that decide sizes.
@@ -95,7 +72,7 @@ pub(super) fn for_processor(
     let working = |limits: &_| processor::working_bytes(backend, &dimensions, limits, number);
     let division = divide_processor(&settings(config, spec), &model, free, &working)?;
     notes.extend(division.notes.iter().cloned());
-    Ok(Sizes::of(&division, (dtype, dtype_name), model.block))
+    Ok(Sizes { division, dtype, dtype_name, block_bytes: model.block, most_composed: None, card: None })
 }
 
 /// A model's sizes as the formulas of [`manylora_core::budget`] want them.
@@ -119,7 +96,8 @@ pub fn model_dimensions(spec: &ModelSpec) -> ModelDimensions {
 /// The largest step of a decoder.
 pub(super) fn decoder_limits(config: &EngineConfig, spec: &ModelSpec, sizes: &Sizes) -> DecoderLimits {
     let composed = sizes.most_composed.unwrap_or(1);
-    let limits = settings(config, spec).step_limits(sizes.max_rows, sizes.max_model_len, sizes.blocks, composed);
+    let Division { max_rows, max_model_len, blocks, .. } = sizes.division;
+    let limits = settings(config, spec).step_limits(max_rows, max_model_len, blocks, composed);
     DecoderLimits {
         max_rows: limits.max_rows,
         max_logit_rows: limits.max_logit_rows,
@@ -131,29 +109,22 @@ pub(super) fn decoder_limits(config: &EngineConfig, spec: &ModelSpec, sizes: &Si
     }
 }
 
+/// What the control plane is told.
 pub(super) fn core_config(
     config: &EngineConfig,
+    spec: &ModelSpec,
     sizes: &Sizes,
     loader_threads: usize,
     base_digest: Digest,
 ) -> CoreConfig {
-    CoreConfig {
-        max_num_seqs: config.max_num_seqs,
-        max_num_batched_tokens: sizes.max_rows,
-        max_model_len: sizes.max_model_len,
-        block_size: config.block_size,
-        block_bytes: sizes.block_bytes,
-        ledger_bytes: sizes.ledger_bytes,
-        enable_prefix_caching: config.enable_prefix_caching,
-        enable_chunked_prefill: config.enable_chunked_prefill,
+    let scheduling = SchedulingSettings {
         policy: config.scheduling_policy,
-        max_loras: config.max_loras,
-        max_cpu_loras: config.max_cpu_loras,
-        lora_memory: config.lora_memory_bytes.map_or(LoraMemory::Elastic, LoraMemory::Bytes),
         eviction: config.lora_eviction,
-        base_digest,
+        enable_prefix_caching: config.enable_prefix_caching,
+        max_cpu_loras: config.max_cpu_loras,
+        lora_memory_bytes: config.lora_memory_bytes,
         max_deferred_steps: config.max_deferred_steps,
-        // One that is read and one that is next, for each thread.
-        max_loading: Some(2 * loader_threads),
-    }
+        loader_threads,
+    };
+    CoreConfig::of_engine(&settings(config, spec), &sizes.division, sizes.block_bytes, &scheduling, base_digest)
 }

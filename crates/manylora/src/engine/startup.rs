@@ -193,13 +193,13 @@ fn put_together<B: Backend>(
     let spec = checkpoint.spec.clone();
     let loader_threads = config.loader_threads.unwrap_or((device.threads / 4).clamp(2, 4));
     // Everything that can be refused is refused before the weights are read.
-    ControlPlane::new(sizes::core_config(&config, sizes, loader_threads, Digest([0; 32])))?;
+    ControlPlane::new(sizes::core_config(&config, &spec, sizes, loader_threads, Digest([0; 32])))?;
     notes.extend(checkpoint.quantization.as_ref().map(|note| note.line(sizes.dtype.bytes())));
     let weights = DecoderWeights::load(backend, &checkpoint, sizes.dtype, progress)?;
     let decoder = weights.allocate(sizes::decoder_limits(&config, &spec, sizes))?;
     // The weights were hashed as they were read.
     let base_digest = Digest(checkpoint.digest());
-    let core = ControlPlane::new(sizes::core_config(&config, sizes, loader_threads, base_digest))?;
+    let core = ControlPlane::new(sizes::core_config(&config, &spec, sizes, loader_threads, base_digest))?;
 
     let generation = checkpoint.generation.clone();
     let mut base_names = checkpoint.names.clone();
@@ -223,14 +223,14 @@ fn put_together<B: Backend>(
         device_reason,
         dtype: sizes.dtype_name,
         weight_bytes: sizes.card.map_or(decoder.weight_bytes(), |card| card.weight_bytes),
-        working_bytes: sizes.working_bytes,
-        ledger_bytes: sizes.ledger_bytes,
+        working_bytes: sizes.division.working_bytes,
+        ledger_bytes: sizes.division.ledger_bytes,
         card: sizes.card,
         max_composed: sizes.most_composed,
-        kv_blocks: sizes.blocks,
+        kv_blocks: sizes.division.blocks,
         block_bytes: sizes.block_bytes,
         block_size: config.block_size,
-        max_model_len: sizes.max_model_len,
+        max_model_len: sizes.division.max_model_len,
         vocab_size: spec.vocab_size,
         generation,
         base_names,
@@ -249,7 +249,7 @@ fn put_together<B: Backend>(
     let (discards, discarded) = channel();
     let library = Library::new(Arc::clone(&registry), jobs, discards);
     let step = LoweredStep::new(
-        sizes.max_rows,
+        sizes.division.max_rows,
         config.max_num_seqs,
         info.kv_blocks.min(config.max_num_seqs * info.max_model_len.div_ceil(config.block_size)),
         config.block_size,
