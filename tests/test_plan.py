@@ -8,9 +8,9 @@ import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
-from conftest import ORACLE, MakeEngine
 
 import manylora
+from conftest import ORACLE, MakeEngine
 from manylora.cli import main
 from manylora.planning import ENGINE_ARGUMENTS
 
