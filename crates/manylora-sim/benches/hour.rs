@@ -1,5 +1,5 @@
 //! How fast the simulator is: one hour at 10 requests a second, 2,000 adapters, Llama-2-7B on an A100 of 80 GB. Figures are
-//! printed; nothing is judged.
+//! printed, and written as JSON with `-- --json FILE`; nothing is judged.
 
 use std::time::Instant;
 
@@ -14,6 +14,7 @@ use manylora_sim::results::{Summary, SummaryOptions};
 use manylora_sim::workload::slora::SloraWorkload;
 
 fn main() {
+    let mut results = Vec::new();
     let adapters = 2000;
     let model = ModelDescription::named("Llama-2-7b").expect("it is built in");
     let card = CardSpec::named("a100-80").expect("it is known");
@@ -44,19 +45,23 @@ fn main() {
         let begun = Instant::now();
         let totals = run(settings, &cost, load, &mut summary).expect("it runs");
         let seconds = begun.elapsed().as_secs_f64();
-        println!(
-            "{policy:?}, prefix caching {prefix_caching}: {seconds:.2} s for {} requests, {} steps, {} tokens ({:.0} x real time); {:.2} \
-             req/s, TTFT p50 {:.3} s, p99 {:.3} s, hit rate {:.3}, {} evictions, {} preemptions",
-            totals.completed,
-            totals.steps,
-            totals.output_tokens,
-            totals.seconds / seconds,
-            summary.request_throughput(&totals),
-            summary.ttft().p50,
-            summary.ttft().p99,
-            totals.shelf.hit_rate(),
-            totals.shelf.evictions,
-            totals.preemptions,
-        );
+        let result = serde_json::json!({
+            "policy": policy,
+            "prefix_caching": prefix_caching,
+            "seconds": seconds,
+            "requests": totals.completed,
+            "steps": totals.steps,
+            "output_tokens": totals.output_tokens,
+            "simulated_seconds": totals.seconds,
+            "requests_per_second": summary.request_throughput(&totals),
+            "ttft": summary.ttft(),
+            "hit_rate": totals.shelf.hit_rate(),
+        });
+        println!("{result:#}");
+        results.push(result);
+    }
+    let mut arguments = std::env::args().skip_while(|argument| argument != "--json").skip(1);
+    if let Some(path) = arguments.next() {
+        std::fs::write(&path, format!("{:#}\n", serde_json::Value::from(results))).expect("the file can be written");
     }
 }

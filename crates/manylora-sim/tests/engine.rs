@@ -241,7 +241,20 @@ fn what_cannot_run_fails_by_itself() {
     assert_eq!(unknown, "adapter `2`: there are 2 adapters");
     let backwards = [SimRequest::new(5.0, None, 1, 1), SimRequest::new(4.0, None, 1, 1)];
     let error = run(settings(0), &STEPS, backwards, &mut ()).unwrap_err().to_string();
-    assert!(error.starts_with("arrival `4`: requests must come by arrival"), "{error}");
+    assert!(error.starts_with("arrival `4`: requests come by arrival"), "{error}");
+    let error = run(settings(0), &STEPS, [SimRequest::new(f64::NAN, None, 1, 1)], &mut ()).unwrap_err().to_string();
+    assert!(error.starts_with("arrival `NaN`"), "{error}");
+    // Not even made, whatever its length.
+    let endless = [SimRequest::new(0.0, None, u32::MAX, 1)];
+    assert_eq!(run(settings(0), &STEPS, endless, &mut ()).unwrap().failed, 1);
+    for seconds in [f64::NAN, f64::INFINITY, -1.0] {
+        let cost = Seconds { step: seconds, ..STEPS };
+        let error = run(settings(0), &cost, requests, &mut ()).unwrap_err().to_string();
+        assert!(error.starts_with("cost model `") && error.contains("a step takes"), "{error}");
+        let cost = Seconds { disk: seconds, ..STEPS };
+        let error = run(settings(1), &cost, [SimRequest::new(0.0, Some(0), 1, 1)], &mut ()).unwrap_err().to_string();
+        assert!(error.contains("a load takes"), "{error}");
+    }
     let mut own = settings(1);
     own.loader_threads = 0;
     assert!(run(own, &STEPS, [], &mut ()).unwrap_err().to_string().starts_with("loader_threads `0`"));
@@ -384,7 +397,7 @@ fn places_of_live_requests_are_used_again() {
     impl Observer for Places {
         fn step(&mut self, _: f64, plan: &StepPlan, _: &StepWork, _: f64) {
             for sequence in &plan.sequences {
-                *self.0.entry(sequence.request.0 & 0xFF_FFFF).or_default() += 1;
+                *self.0.entry(sequence.request.0 & 0xFFFF_FFFF).or_default() += 1;
             }
         }
     }

@@ -9,6 +9,7 @@ use manylora_sim::workload::punica::{PunicaPopularity, PunicaWorkload};
 use manylora_sim::workload::slora::{SloraWorkload, ranks_in_turn};
 use manylora_sim::workload::synthetic::SyntheticWorkload;
 use manylora_sim::workload::trace::Trace;
+use proptest::prelude::*;
 
 fn close(got: &[f64], want: &[f64]) {
     assert_eq!(got.len(), want.len());
@@ -266,5 +267,17 @@ fn traces_are_read_and_put_in_order() {
         let text = format!("{}\n{line}\n", r#"{"arrival": 0, "prompt_tokens": 1, "output_tokens": 1}"#);
         let error = Trace::read(text.as_bytes()).unwrap_err().to_string();
         assert!(error.contains(message), "{error}");
+    }
+}
+
+proptest! {
+    /// Foreign bytes are read or refused, never more.
+    #[test]
+    fn any_bytes_are_a_trace_or_an_error(bytes in proptest::collection::vec(any::<u8>(), 0..300), cut in 0..120_usize) {
+        let _ = Trace::read(&bytes[..]);
+        let line = br#"{"arrival": 0.5, "adapter": "json", "prompt_tokens": 5, "output_tokens": 1, "prefix": {"group": 1, "tokens": 4}}"#;
+        let mut mixed = line[..cut.min(line.len())].to_vec();
+        mixed.extend(&bytes);
+        let _ = Trace::read(&mixed[..]);
     }
 }

@@ -63,7 +63,7 @@ pub(super) struct LiveRequests {
     arrived: u64,
 }
 
-const PLACE_BITS: u32 = 24;
+const PLACE_BITS: u32 = 32;
 
 fn place(id: RequestId) -> usize {
     (id.0 & ((1 << PLACE_BITS) - 1)) as usize

@@ -10,7 +10,7 @@ mod live;
 mod loader;
 
 use manylora_core::{
-    AdapterUse, ControlPlane, Digest, Effect, Event, LoadedAdapter, NewRequest, RegistrationId, RequestId,
+    AdapterUse, ControlPlane, Digest, Effect, Event, FailureReason, LoadedAdapter, NewRequest, RegistrationId, RequestId,
     SequenceOutcome, StepOutcome, StepPlan, Time,
 };
 
@@ -94,6 +94,25 @@ fn adapter_of(digest: &Digest) -> u32 {
     u32::from_be_bytes([digest.0[0], digest.0[1], digest.0[2], digest.0[3]])
 }
 
+/// The next request, if it comes no sooner than the one before.
+fn after(latest: f64, next: Option<SimRequest>) -> Result<Option<SimRequest>, SimError> {
+    if let Some(SimRequest { arrival, .. }) = next
+        && !(arrival.is_finite() && arrival >= latest)
+    {
+        let message = format!("requests come by arrival, in seconds from 0 up, and the one before came at {latest}");
+        return Err(SimError::field("arrival", arrival, message));
+    }
+    Ok(next)
+}
+
+/// What a cost model says of something, if time can pass so.
+fn duration(what: &str, seconds: f64) -> Result<f64, SimError> {
+    if seconds.is_finite() && seconds >= 0.0 {
+        return Ok(seconds);
+    }
+    Err(SimError::field("cost model", seconds, format!("{what} takes a finite number of seconds, from 0 up")))
+}
+
 impl<'a, O: Observer> VirtualEngine<'a, O> {
     fn new(settings: EngineSettings, cost: &'a dyn CostModel, observer: &'a mut O) -> Result<Self, SimError> {
         settings.validate()?;
@@ -131,34 +150,27 @@ impl<'a, O: Observer> VirtualEngine<'a, O> {
         })
     }
 
-    fn run(&mut self, requests: impl Iterator<Item = SimRequest>) -> Result<(), SimError> {
-        let mut requests = requests.peekable();
-        let mut latest = 0.0;
+    fn run(&mut self, mut requests: impl Iterator<Item = SimRequest>) -> Result<(), SimError> {
+        let mut next = after(0.0, requests.next())?;
         loop {
             // Everything that has happened by now, in the order of time; of one moment, loads before requests.
             loop {
-                let arrival = requests.peek().map(|request| request.arrival);
-                let load = self.loader.next_end().filter(|&end| end <= self.now && arrival.is_none_or(|at| end <= at));
-                if load.is_some() {
-                    self.finish_load();
-                } else if arrival.is_some_and(|at| at <= self.now)
-                    && let Some(request) = requests.next()
-                {
-                    if !(request.arrival >= latest) {
-                        let message = format!("requests must come by arrival, and one came at {latest} before");
-                        return Err(SimError::field("arrival", request.arrival, message));
+                let due = next.filter(|request| request.arrival <= self.now);
+                let load = self.loader.next_end().filter(|&end| end <= self.now);
+                match (load, due) {
+                    (Some(end), request) if request.is_none_or(|request| end <= request.arrival) => self.finish_load()?,
+                    (_, Some(request)) => {
+                        self.submit(&request)?;
+                        next = after(request.arrival, requests.next())?;
                     }
-                    latest = request.arrival;
-                    self.submit(&request)?;
-                } else {
-                    break;
+                    (_, None) => break,
                 }
             }
-            if self.step() || self.carry_out_effects() {
+            if self.step()? || self.carry_out_effects()? {
                 continue;
             }
             // Nothing can run: to what happens next.
-            let arrival = requests.peek().map(|request| request.arrival);
+            let arrival = next.map(|request| request.arrival);
             self.now = match (arrival, self.loader.next_end()) {
                 (Some(arrival), Some(end)) => arrival.min(end).max(self.now),
                 (Some(next), None) | (None, Some(next)) => next.max(self.now),
@@ -186,6 +198,12 @@ impl<'a, O: Observer> VirtualEngine<'a, O> {
             }
         }
         let id = self.live.insert(request);
+        let (tokens, limit) = (request.prompt_tokens as usize, self.core.config().max_model_len);
+        if tokens > limit {
+            // As the control plane would, but without making the prompt, which may be of any length.
+            self.fail(id, &FailureReason::PromptLength { tokens, limit });
+            return Ok(());
+        }
         self.core.handle(
             Time(self.now),
             Event::Submit(NewRequest {
@@ -200,30 +218,29 @@ impl<'a, O: Observer> VirtualEngine<'a, O> {
                 all_prompt_logits: false,
             }),
         );
-        self.carry_out_effects();
-        Ok(())
+        self.carry_out_effects().map(drop)
     }
 
-    fn finish_load(&mut self) {
-        let Some(Load { registration, adapter, seconds }) = self.loader.take() else { return };
+    fn finish_load(&mut self) -> Result<(), SimError> {
+        let Some(Load { registration, adapter, seconds }) = self.loader.take() else { return Ok(()) };
         let loaded = LoadedAdapter {
             digest: version(adapter),
             bytes: self.adapters[adapter as usize].bytes,
             load_seconds: Some(seconds),
         };
         self.core.handle(Time(self.now), Event::LoadFinished { registration, result: Ok(loaded) });
-        self.carry_out_effects();
+        self.carry_out_effects().map(drop)
     }
 
     /// Plans a step and lets its time pass; false if nothing can run now.
-    fn step(&mut self) -> bool {
+    fn step(&mut self) -> Result<bool, SimError> {
         if !self.core.plan(Time(self.now), &mut self.plan) {
-            return false;
+            return Ok(false);
         }
         // Evictions and loads of the plan come before its step.
-        self.carry_out_effects();
+        self.carry_out_effects()?;
         let work = self.worker.work(&self.plan);
-        let seconds = self.cost.step(&work).max(0.0);
+        let seconds = duration("a step", self.cost.step(&work))?;
         self.observer.step(self.now, &self.plan, &work, seconds);
         let begun = self.now;
         self.now += seconds;
@@ -252,12 +269,12 @@ impl<'a, O: Observer> VirtualEngine<'a, O> {
             });
         }
         self.core.commit(Time(self.now), &self.outcome);
-        self.carry_out_effects();
-        true
+        self.carry_out_effects()?;
+        Ok(true)
     }
 
     /// Carries out what the control plane wants; true if there was anything.
-    fn carry_out_effects(&mut self) -> bool {
+    fn carry_out_effects(&mut self) -> Result<bool, SimError> {
         let mut any = false;
         loop {
             let mut effects = std::mem::take(&mut self.effects);
@@ -266,16 +283,16 @@ impl<'a, O: Observer> VirtualEngine<'a, O> {
             let done = effects.is_empty();
             for effect in effects.drain(..) {
                 self.observer.effect(self.now, &effect);
-                self.carry_out(effect);
+                self.carry_out(effect)?;
             }
             self.effects = effects;
             if done {
-                return any;
+                return Ok(any);
             }
         }
     }
 
-    fn carry_out(&mut self, effect: Effect) {
+    fn carry_out(&mut self, effect: Effect) -> Result<(), SimError> {
         match effect {
             Effect::Load { registration, .. } => {
                 // Registered in order, and never replaced.
@@ -286,7 +303,7 @@ impl<'a, O: Observer> VirtualEngine<'a, O> {
                     Tier::Disk => self.shelf.disk_loads += 1,
                     Tier::Host => self.shelf.host_loads += 1,
                 }
-                let seconds = self.cost.load(&shape, tier).max(0.0);
+                let seconds = duration("a load", self.cost.load(&shape, tier))?;
                 self.loader.order(self.now, Load { registration, adapter, seconds });
             }
             Effect::Install { slot, digest } => {
@@ -294,10 +311,7 @@ impl<'a, O: Observer> VirtualEngine<'a, O> {
                 self.worker.put(slot.0 as usize, Some(shape));
             }
             Effect::Evict { slot, .. } => self.worker.put(slot.0 as usize, None),
-            Effect::RequestFailed { request, reason } => {
-                self.failed += 1;
-                self.end(request, Some(reason.to_string()));
-            }
+            Effect::RequestFailed { request, reason } => self.fail(request, &reason),
             Effect::Finished { request, .. } => {
                 self.ended += 1;
                 self.end(request, None);
@@ -309,6 +323,12 @@ impl<'a, O: Observer> VirtualEngine<'a, O> {
             | Effect::OnDemand(_)
             | Effect::Replaced { .. } => {}
         }
+        Ok(())
+    }
+
+    fn fail(&mut self, request: RequestId, reason: &FailureReason) {
+        self.failed += 1;
+        self.end(request, Some(reason.to_string()));
     }
 
     fn end(&mut self, request: RequestId, failure: Option<String>) {
