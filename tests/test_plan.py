@@ -106,7 +106,7 @@ def test_the_command_draws_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
     for letter, part in (("#", answer.bytes.base), ("=", answer.bytes.kv_blocks)):
         assert abs(bar.count(letter) - 64 * part / answer.bytes.total) <= 2
     assert bar.count("A") >= 1
-    assert "base weights     15.23 GB" in shown
+    assert "base weights      15.23 GB" in shown
     assert "reserved by max_lora_rank 256 for 30 adapters, as other engines do: 38.76 GB" in shown
     assert "30 full fine-tunes: 456.94 GB" in shown
 

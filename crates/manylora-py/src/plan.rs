@@ -136,8 +136,8 @@ fn describe(model: &str) -> Result<ModelDescription, EngineError> {
     match Checkpoint::open(path) {
         Ok(checkpoint) => {
             let quantized = checkpoint.quantization.as_ref();
-            let quantized = quantized
-                .map(|note| Quantized { scheme: note.scheme.clone(), packed_bytes: note.bytes_on_disk });
+            let quantized =
+                quantized.map(|note| Quantized { scheme: note.scheme.clone(), packed_bytes: note.bytes_on_disk });
             Ok(description(model, &checkpoint.spec, quantized))
         }
         // A folder without weights is a model all the same.

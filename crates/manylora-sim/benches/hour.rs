@@ -3,8 +3,8 @@
 
 use std::time::Instant;
 
-use manylora_core::{SchedulingPolicy, SchedulingSettings};
 use manylora_core::budget::division::SizeSettings;
+use manylora_core::{SchedulingPolicy, SchedulingSettings};
 use manylora_sim::card::CardSpec;
 use manylora_sim::cost::{Efficiency, Roofline};
 use manylora_sim::engine::{EngineSettings, run};

@@ -56,7 +56,8 @@ impl CardSpec {
     /// spaces and underscores make no difference.
     pub fn named(name: &str) -> Result<Self, SimError> {
         let wanted = name.trim().to_lowercase().replace([' ', '_'], "-");
-        let found = CARDS.iter().find(|(names, ..)| names.iter().any(|one| *one == wanted || one.replace('-', "") == wanted));
+        let found =
+            CARDS.iter().find(|(names, ..)| names.iter().any(|one| *one == wanted || one.replace('-', "") == wanted));
         let Some((names, gib, bandwidth, tflops, bus, capability)) = found else {
             let known = Self::names().collect::<Vec<_>>().join(", ");
             return Err(SimError::field("gpu", name, format!("no such card is known; known are {known}, and cpu")));

@@ -23,7 +23,9 @@ pub enum SimError {
     #[error(transparent)]
     Core(#[from] CoreError),
     /// Nothing can run, and nothing will happen that could change that.
-    #[error("at {now} s nothing can run and `{live}` requests are not done: this is a mistake in the scheduler; report it")]
+    #[error(
+        "at {now} s nothing can run and `{live}` requests are not done: this is a mistake in the scheduler; report it"
+    )]
     Stuck {
         /// When, in seconds.
         now: f64,
@@ -34,7 +36,7 @@ pub enum SimError {
 
 impl SimError {
     /// A field with a wrong value.
-    pub fn field(field: impl Into<String>, value: impl ToString, message: impl Into<String>) -> Self {
+    pub fn field(field: impl Into<String>, value: impl std::fmt::Display, message: impl Into<String>) -> Self {
         Self::Field { field: field.into(), value: value.to_string(), message: message.into() }
     }
 }

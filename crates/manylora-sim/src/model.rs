@@ -115,7 +115,9 @@ impl ModelDescription {
             return Err(SimError::field(
                 "model",
                 name,
-                format!("no such model is built in, and no such folder or file is there; give a config.json, or one of {known}"),
+                format!(
+                    "no such model is built in, and no such folder or file is there; give a config.json, or one of {known}"
+                ),
             ));
         };
         let [layers, hidden, intermediate, heads, kv_heads, head_dim, vocabulary] = *widths;

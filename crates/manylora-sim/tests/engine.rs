@@ -101,7 +101,7 @@ impl Everything {
 
 fn play(settings: EngineSettings, cost: &dyn CostModel, requests: &[SimRequest]) -> (Totals, Everything) {
     let mut seen = Everything::default();
-    let totals = run(settings, cost, requests.iter().copied(), &mut seen).unwrap();
+    let totals = run(settings, cost, requests.iter().copied(), &mut seen).expect("it runs");
     (totals, seen)
 }
 
@@ -172,7 +172,8 @@ fn shared_prefixes_are_computed_once() {
         prefix: Some(SharedPrefix { group: 7, tokens: 32 }),
         ..SimRequest::new(arrival, adapter, 40, 2)
     };
-    let requests = [with_prefix(0.0, Some(0)), with_prefix(10.0, Some(0)), with_prefix(20.0, Some(1)), with_prefix(30.0, None)];
+    let requests =
+        [with_prefix(0.0, Some(0)), with_prefix(10.0, Some(0)), with_prefix(20.0, Some(1)), with_prefix(30.0, None)];
     let (totals, seen) = play(own, &STEPS, &requests);
     // Cached blocks belong to an adapter: the others compute theirs.
     let cached: Vec<_> = seen.sorted().iter().map(|record| record.cached_tokens).collect();
@@ -310,8 +311,8 @@ fn more_places_never_lower_the_hit_rate() {
 }
 
 fn any_load() -> impl Strategy<Value = SyntheticWorkload> {
-    (1..120_usize, 0.2..20.0_f64, 0.3..4.0_f64, 0..12_u32, 0.0..0.6_f64, 1..90_u32, 1..40_u32, 0..20_u32, any::<u32>()).prop_map(
-        |(requests, rate, cv, adapters, base_share, input, output, shared_prefix, seed)| SyntheticWorkload {
+    (1..120_usize, 0.2..20.0_f64, 0.3..4.0_f64, 0..12_u32, 0.0..0.6_f64, 1..90_u32, 1..40_u32, 0..20_u32, any::<u32>())
+        .prop_map(|(requests, rate, cv, adapters, base_share, input, output, shared_prefix, seed)| SyntheticWorkload {
             requests,
             arrivals: Arrivals::Gamma { rate, cv },
             adapters,
@@ -321,8 +322,7 @@ fn any_load() -> impl Strategy<Value = SyntheticWorkload> {
             output: Lengths::Uniform { low: 1, high: output + 1 },
             shared_prefix,
             seed,
-        },
-    )
+        })
 }
 
 proptest! {

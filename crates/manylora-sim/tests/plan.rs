@@ -63,8 +63,7 @@ fn bytes_add_up() {
             for fleet in [vec![], vec![group(200, 8, &ATTENTION), group(7, 16, &["all-linear"])]] {
                 let answer = plan(&on_card(model, card, fleet)).unwrap();
                 let bytes = answer.bytes;
-                let parts =
-                    bytes.driver + bytes.base + bytes.workspace + bytes.adapters + bytes.kv_blocks + bytes.rest;
+                let parts = bytes.driver + bytes.base + bytes.workspace + bytes.adapters + bytes.kv_blocks + bytes.rest;
                 assert_eq!(parts, bytes.budget, "{model} on {card}: {bytes:?}");
                 assert_eq!(bytes.budget + bytes.unused, bytes.total);
                 assert!(bytes.rest < answer.block_bytes + 256, "{model} on {card}: {bytes:?}");
@@ -143,7 +142,10 @@ fn warnings_name_the_setting() {
     request.scheduling.lora_memory_bytes = Some(100_000_000);
     let answer = plan(&request).unwrap();
     assert_eq!(answer.fleet[0].resident, 4);
-    assert!(answer.warnings[0].contains("4 of 30 adapters are resident") && answer.warnings[0].contains("lora_memory_bytes"));
+    assert!(
+        answer.warnings[0].contains("4 of 30 adapters are resident")
+            && answer.warnings[0].contains("lora_memory_bytes")
+    );
     request.scheduling.lora_memory_bytes = None;
     request.lengths = vec![8192];
     assert!(plan(&request).unwrap().warnings[0].starts_with("max_num_seqs `64` sequences of 8192 tokens do not fit"));
@@ -159,8 +161,14 @@ fn errors_name_the_field() {
         (|request| request.fleet[0].rank = 64, "rank `64`: an engine with max_lora_rank `16`"),
         (|request| request.lengths = vec![0], "lengths `0`:"),
         (|request| request.dtype = DType::Float32, "dtype `float32`:"),
-        (|request| request.settings.max_model_len = Some(1 << 20), "max_model_len `1048576` is beyond the model's context"),
-        (|request| request.settings.max_num_batched_tokens = Some(8), "max_num_batched_tokens `8`: it must be at least"),
+        (
+            |request| request.settings.max_model_len = Some(1 << 20),
+            "max_model_len `1048576` is beyond the model's context",
+        ),
+        (
+            |request| request.settings.max_num_batched_tokens = Some(8),
+            "max_num_batched_tokens `8`: it must be at least",
+        ),
         (
             |request| {
                 request.settings.max_loras = Some(4);

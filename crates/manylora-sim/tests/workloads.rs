@@ -25,22 +25,27 @@ fn random_numbers_are_numpys() {
         let mut random = RandomState::new(seed);
         (0..count).map(|_| one(&mut random)).collect()
     };
-    close(&draw(42, 3, &RandomState::random), &[0.374_540_118_847_362_5, 0.950_714_306_409_916_2, 0.731_993_941_811_405_1]);
+    close(
+        &draw(42, 3, &RandomState::random),
+        &[0.374_540_118_847_362_5, 0.950_714_306_409_916_2, 0.731_993_941_811_405_1],
+    );
     close(
         &draw(42, 3, &|random| random.power(0.3)),
         &[0.037_872_834_774_844_21, 0.844_954_709_348_313, 0.353_474_662_999_768_9],
     );
-    close(
-        &draw(7, 6, &|random| f64::from(random.randint(8, 512))),
-        &[183.0, 204.0, 33.0, 510.0, 75.0, 219.0],
-    );
+    close(&draw(7, 6, &|random| f64::from(random.randint(8, 512))), &[183.0, 204.0, 33.0, 510.0, 75.0, 219.0]);
     close(
         &draw(42, 4, &|random| random.gamma(1.0, 0.1)),
         &[0.046_926_808_997_685_91, 0.301_012_143_091_752_1, 0.131_674_569_354_544_94, 0.091_294_255_377_595_33],
     );
     close(
         &draw(42, 4, &|random| random.gamma(0.25, 0.4)),
-        &[0.007_871_425_097_510_418, 0.114_839_141_778_520_18, 0.000_237_009_605_694_121_32, 4.552_756_876_537_489_5e-6],
+        &[
+            0.007_871_425_097_510_418,
+            0.114_839_141_778_520_18,
+            0.000_237_009_605_694_121_32,
+            4.552_756_876_537_489_5e-6,
+        ],
     );
     close(
         &draw(42, 4, &|random| random.gamma(4.0, 0.025)),
@@ -78,9 +83,13 @@ fn sloras_load_is_the_scripts() {
 /// The published skews: share of the hottest adapter, and distinct adapters of 64 requests.
 #[test]
 fn the_power_laws_skew_is_the_published_one() {
-    for (adapters, alpha, top, distinct) in
-        [(200, 1.0, 0.005, 54.9), (200, 0.3, 0.204, 40.8), (200, 0.1, 0.589, 21.8), (2000, 0.3, 0.102, 54.8), (2000, 0.1, 0.468, 31.3)]
-    {
+    for (adapters, alpha, top, distinct) in [
+        (200, 1.0, 0.005, 54.9),
+        (200, 0.3, 0.204, 40.8),
+        (200, 0.1, 0.589, 21.8),
+        (2000, 0.3, 0.102, 54.8),
+        (2000, 0.1, 0.468, 31.3),
+    ] {
         let chooser = Chooser::new(Popularity::PowerLaw { alpha }, adapters).unwrap();
         let mut random = RandomState::new(1);
         let (mut hottest, mut seen, batches) = (0, 0, 3000);
@@ -142,9 +151,10 @@ fn punicas_batches_are_the_scripts() {
 
 #[test]
 fn azures_lengths_have_the_published_medians_and_means() {
-    for (service, medians, means) in
-        [(AzureService::Conversation, [1020.0, 129.0], [1155.0, 211.0]), (AzureService::Code, [1500.0, 13.0], [2048.0, 28.0])]
-    {
+    for (service, medians, means) in [
+        (AzureService::Conversation, [1020.0, 129.0], [1155.0, 211.0]),
+        (AzureService::Code, [1500.0, 13.0], [2048.0, 28.0]),
+    ] {
         let mut random = RandomState::new(11);
         for (place, lengths) in service.lengths(1 << 20, 1 << 20).iter().enumerate() {
             let mut drawn: Vec<u32> = (0..40_000).map(|_| lengths.draw(&mut random)).collect();

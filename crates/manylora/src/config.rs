@@ -4,10 +4,10 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use manylora_core::{SchedulingPolicy, SchedulingSettings};
 use manylora_core::budget::division::SizeSettings;
 use manylora_core::eviction::EvictionPolicyKind;
 use manylora_core::sampling::LogprobsMode;
+use manylora_core::{SchedulingPolicy, SchedulingSettings};
 
 use crate::error::EngineError;
 use crate::registry::AdapterSource;

@@ -56,9 +56,7 @@ impl ModelDimensions {
         let vectors: u64 = self.layer_vectors().map(vector).sum();
         let layer = elements(&[q, k, v]) + elements(&[o]) + elements(&[gate, up]) + elements(&[down]);
         let ends = if self.tied { 1 } else { 2 };
-        self.layers * (layer + vectors)
-            + vector(self.hidden)
-            + ends * granules(HALF * self.vocabulary * self.hidden)
+        self.layers * (layer + vectors) + vector(self.hidden) + ends * granules(HALF * self.vocabulary * self.hidden)
     }
 
     /// Bytes on a card of an adapter of one rank on `modules` of every layer.

@@ -113,8 +113,7 @@ impl SizeSettings {
 
     /// The largest step. Up to `composed` adapters of one request have entries on each of its rows.
     pub fn step_limits(&self, max_rows: usize, max_position: usize, blocks: usize, composed: usize) -> StepLimits {
-        let (max_entries, max_rank) =
-            if self.enable_lora { (max_rows * composed, self.max_lora_rank) } else { (0, 0) };
+        let (max_entries, max_rank) = if self.enable_lora { (max_rows * composed, self.max_lora_rank) } else { (0, 0) };
         StepLimits {
             max_rows,
             max_logit_rows: self.max_num_seqs.min(max_rows),

@@ -139,7 +139,14 @@ mod tests {
     #[test]
     fn decoding_is_bound_by_memory_and_prefill_by_arithmetic() {
         let model = llama();
-        let one = StepWork { sequences: 1, rows: 1, sampled_rows: 1, context: 100, attention_pairs: 100, ..StepWork::default() };
+        let one = StepWork {
+            sequences: 1,
+            rows: 1,
+            sampled_rows: 1,
+            context: 100,
+            attention_pairs: 100,
+            ..StepWork::default()
+        };
         let decode = model.step(&one);
         // 13.2 GB at 0.8 of 2.04 TB/s, 32 layers of 30 us, a millisecond of the host.
         assert!((0.009..0.012).contains(&decode), "{decode}");
@@ -153,7 +160,14 @@ mod tests {
     #[test]
     fn adapters_cost_their_launches_their_bytes_and_their_rows() {
         let model = llama();
-        let base = StepWork { sequences: 32, rows: 32, sampled_rows: 32, context: 3200, attention_pairs: 3200, ..StepWork::default() };
+        let base = StepWork {
+            sequences: 32,
+            rows: 32,
+            sampled_rows: 32,
+            context: 3200,
+            attention_pairs: 3200,
+            ..StepWork::default()
+        };
         let with = |adapters: u64| StepWork {
             adapters,
             adapter_bytes: adapters * 33_554_432,

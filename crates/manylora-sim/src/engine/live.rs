@@ -91,8 +91,8 @@ impl LiveRequests {
         RequestId(number << PLACE_BITS | u64::from(place))
     }
 
-    /// Tokens of its prompt: its group's first, then its own.
-    pub(super) fn prompt(&self, id: RequestId, request: &SimRequest) -> Vec<u32> {
+    /// Tokens of a request's prompt: its group's first, then its own.
+    pub(super) fn prompt(id: RequestId, request: &SimRequest) -> Vec<u32> {
         let own = word(id.0 >> PLACE_BITS);
         let mut prompt = vec![own; request.prompt_tokens as usize];
         if let Some(prefix) = request.prefix {

@@ -10,8 +10,8 @@ mod live;
 mod loader;
 
 use manylora_core::{
-    AdapterUse, ControlPlane, Digest, Effect, Event, FailureReason, LoadedAdapter, NewRequest, RegistrationId, RequestId,
-    SequenceOutcome, StepOutcome, StepPlan, Time,
+    AdapterUse, ControlPlane, Digest, Effect, Event, FailureReason, LoadedAdapter, NewRequest, RegistrationId,
+    RequestId, SequenceOutcome, StepOutcome, StepPlan, Time,
 };
 
 pub use config::EngineSettings;
@@ -158,7 +158,9 @@ impl<'a, O: Observer> VirtualEngine<'a, O> {
                 let due = next.filter(|request| request.arrival <= self.now);
                 let load = self.loader.next_end().filter(|&end| end <= self.now);
                 match (load, due) {
-                    (Some(end), request) if request.is_none_or(|request| end <= request.arrival) => self.finish_load()?,
+                    (Some(end), request) if request.is_none_or(|request| end <= request.arrival) => {
+                        self.finish_load()?;
+                    }
                     (_, Some(request)) => {
                         self.submit(&request)?;
                         next = after(request.arrival, requests.next())?;
@@ -186,7 +188,8 @@ impl<'a, O: Observer> VirtualEngine<'a, O> {
         let known = self.registrations.len();
         let uses = |adapter: u32| {
             let found = self.registrations.get(adapter as usize);
-            let found = found.ok_or_else(|| SimError::field("adapter", adapter, format!("there are {known} adapters")))?;
+            let found =
+                found.ok_or_else(|| SimError::field("adapter", adapter, format!("there are {known} adapters")))?;
             Ok::<_, SimError>(AdapterUse { registration: *found, scale: 1.0, first_active: 0 })
         };
         let adapters: Vec<AdapterUse> = request.adapter.map(uses).transpose()?.into_iter().collect();
@@ -208,7 +211,7 @@ impl<'a, O: Observer> VirtualEngine<'a, O> {
             Time(self.now),
             Event::Submit(NewRequest {
                 id,
-                prompt: self.live.prompt(id, request),
+                prompt: LiveRequests::prompt(id, request),
                 max_tokens: request.output_tokens as usize,
                 priority: request.priority,
                 cache_salt: None,

@@ -206,9 +206,7 @@ impl<'a> Placed<'a> {
                 };
                 divide_card(settings, &model, &state, &working)?
             }
-            PlannedDevice::Processor(processor) => {
-                divide_processor(settings, &model, processor.free_bytes, &working)?
-            }
+            PlannedDevice::Processor(processor) => divide_processor(settings, &model, processor.free_bytes, &working)?,
         })
     }
 }
@@ -225,9 +223,9 @@ pub(crate) fn decide(request: &PlanRequest<'_>) -> Result<(Plan, CoreConfig), Si
     let division = placed.divide()?;
     let settings = &request.settings;
     let dimensions = &request.model.dimensions;
-    let ledger =
-        Ledger { bytes: division.ledger_bytes, block_bytes: placed.block, block_size: settings.block_size };
-    let room = ledger.adapter_room(division.max_model_len).min(request.scheduling.lora_memory_bytes.unwrap_or(u64::MAX));
+    let ledger = Ledger { bytes: division.ledger_bytes, block_bytes: placed.block, block_size: settings.block_size };
+    let room =
+        ledger.adapter_room(division.max_model_len).min(request.scheduling.lora_memory_bytes.unwrap_or(u64::MAX));
 
     let fleet = resident_fleet(request, &placed, room);
     let adapters: u64 = fleet.iter().map(|group| group.resident * group.bytes).sum();

@@ -79,7 +79,8 @@ impl FleetGroup {
                 modules.extend(TargetModule::ALL);
                 continue;
             }
-            let Some((_, module)) = MODULES.iter().find(|(known, _)| *known == name || known.trim_end_matches("_proj") == name)
+            let Some((_, module)) =
+                MODULES.iter().find(|(known, _)| *known == name || known.trim_end_matches("_proj") == name)
             else {
                 let known = MODULES.map(|(known, _)| known).join(", ");
                 return Err(SimError::field("target_modules", name, format!("known are {known}, and all-linear")));
@@ -216,7 +217,8 @@ impl PlanRequest<'_> {
             if group.rank == 0 || group.rank > settings.max_lora_rank as u64 {
                 let message = format!(
                     "an engine with max_lora_rank `{}` takes ranks from 1 to that; set max_lora_rank to {}",
-                    settings.max_lora_rank, group.rank.max(1)
+                    settings.max_lora_rank,
+                    group.rank.max(1)
                 );
                 return Err(SimError::field("rank", group.rank, message));
             }

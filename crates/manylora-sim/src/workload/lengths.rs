@@ -56,15 +56,15 @@ impl Lengths {
     pub fn validate(&self, field: &str) -> Result<(), SimError> {
         match *self {
             Self::Fixed(0) => Err(SimError::field(field, 0, "at least one token is needed")),
-            Self::Fixed(_) => Ok(()),
             Self::Uniform { low, high } if low == 0 || high <= low => {
                 Err(SimError::field(field, format!("{low}..{high}"), "from at least 1 to less than the end"))
             }
-            Self::Uniform { .. } => Ok(()),
+            Self::Fixed(_) | Self::Uniform { .. } => Ok(()),
             Self::LogNormal { median, mean, most } => {
                 positive(field, median)?;
                 if !mean.is_finite() || mean < median || most == 0 {
-                    let message = format!("a mean of at least the median `{median}`, and at most `{most}` tokens, at least 1");
+                    let message =
+                        format!("a mean of at least the median `{median}`, and at most `{most}` tokens, at least 1");
                     return Err(SimError::field(field, mean, message));
                 }
                 Ok(())

@@ -68,7 +68,11 @@ pub(crate) fn positive(field: &str, value: f64) -> Result<f64, SimError> {
 pub(crate) fn count(rate: f64, duration: f64) -> Result<usize, SimError> {
     let count = positive("rate", rate)? * positive("duration", duration)?;
     if count > MOST_REQUESTS {
-        return Err(SimError::field("duration", duration, format!("that is {count:.0} requests; at most {MOST_REQUESTS:.0}")));
+        return Err(SimError::field(
+            "duration",
+            duration,
+            format!("that is {count:.0} requests; at most {MOST_REQUESTS:.0}"),
+        ));
     }
     Ok(count as usize)
 }

@@ -35,7 +35,11 @@ impl SyntheticWorkload {
     /// Checks the numbers, and draws request after request.
     pub fn generate(&self) -> Result<impl Iterator<Item = SimRequest> + use<>, SimError> {
         if self.requests as f64 > MOST_REQUESTS {
-            return Err(SimError::field("requests", self.requests, format!("at most {MOST_REQUESTS:.0} are simulated")));
+            return Err(SimError::field(
+                "requests",
+                self.requests,
+                format!("at most {MOST_REQUESTS:.0} are simulated"),
+            ));
         }
         if !(0.0..=1.0).contains(&self.base_share) {
             return Err(SimError::field("base_share", self.base_share, "a share from 0 to 1 is needed"));
@@ -52,7 +56,8 @@ impl SyntheticWorkload {
             now += load.arrivals.gap(&mut gaps);
             let for_base = who.random() < load.base_share;
             let adapter = chooser.as_ref().map(|chooser| chooser.draw(&mut who)).filter(|_| !for_base);
-            let mut request = SimRequest::new(now, adapter, load.input.draw(&mut inputs), load.output.draw(&mut outputs));
+            let mut request =
+                SimRequest::new(now, adapter, load.input.draw(&mut inputs), load.output.draw(&mut outputs));
             let tokens = load.shared_prefix.min(request.prompt_tokens - 1);
             request.prefix = (tokens > 0).then(|| SharedPrefix { group: adapter.map_or(0, |one| one + 1), tokens });
             request

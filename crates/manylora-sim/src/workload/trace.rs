@@ -77,7 +77,8 @@ impl Trace {
         let (mut adapters, mut tenants) = (Names::default(), Names::default());
         let mut requests = Vec::new();
         for (number, line) in source.lines().enumerate() {
-            let wrong = |value: String, message: String| SimError::field(format!("trace line {}", number + 1), value, message);
+            let wrong =
+                |value: String, message: String| SimError::field(format!("trace line {}", number + 1), value, message);
             let line = line.map_err(|error| wrong(String::new(), format!("it cannot be read: {error}")))?;
             if line.trim().is_empty() {
                 continue;
