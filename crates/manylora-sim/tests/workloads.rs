@@ -100,7 +100,7 @@ fn the_power_laws_skew_is_the_published_one() {
             batch.dedup();
             seen += batch.len();
         }
-        let share = hottest as f64 / (64 * batches) as f64;
+        let share = hottest as f64 / f64::from(64 * batches);
         assert!((share - top).abs() < 0.004, "{adapters} {alpha}: {share}");
         let mean = seen as f64 / f64::from(batches);
         assert!((mean - distinct).abs() < 0.3, "{adapters} {alpha}: {mean}");
