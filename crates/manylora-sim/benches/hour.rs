@@ -1,6 +1,8 @@
 //! How fast the simulator is: one hour at 10 requests a second, 2,000 adapters, Llama-2-7B on an A100 of 80 GB. Figures are
 //! printed, and written as JSON with `-- --json FILE`; nothing is judged.
 
+#![expect(clippy::print_stdout, reason = "a bench tells its figures")]
+
 use std::time::Instant;
 
 use manylora_core::budget::division::SizeSettings;

@@ -11,15 +11,15 @@ use manylora_sim::plan::{DType, FleetGroup, PlanRequest, PlannedDevice, Processo
 const ATTENTION: [&str; 4] = ["q_proj", "k_proj", "v_proj", "o_proj"];
 
 fn group(count: u64, rank: u64, modules: &[&str]) -> FleetGroup {
-    FleetGroup { count, rank, modules: FleetGroup::modules_named(modules.iter().copied()).unwrap() }
+    FleetGroup { count, rank, modules: FleetGroup::modules_named(modules.iter().copied()).expect("it is known") }
 }
 
 fn on_card<'a>(model: &str, card: &str, fleet: Vec<FleetGroup>) -> PlanRequest<'a> {
-    let model = ModelDescription::named(model).unwrap();
+    let model = ModelDescription::named(model).expect("it is known");
     PlanRequest {
         settings: SizeSettings::new(model.context),
         model,
-        device: PlannedDevice::Card(CardSpec::named(card).unwrap()),
+        device: PlannedDevice::Card(CardSpec::named(card).expect("it is known")),
         dtype: DType::Auto,
         fleet,
         lengths: vec![1024, 4096],
