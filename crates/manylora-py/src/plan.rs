@@ -50,7 +50,7 @@ pub(crate) struct Question {
 /// Answers as JSON.
 #[pyfunction]
 pub(crate) fn plan(py: Python<'_>, question: Question) -> PyResult<String> {
-    py.detach(|| ask(&question)).into_python(py)
+    py.detach(|| ask(question)).into_python(py)
 }
 
 /// The cards and the models that are known by name.
@@ -66,7 +66,7 @@ fn wrong(error: SimError) -> EngineError {
     }
 }
 
-fn ask(question: &Question) -> Result<String, EngineError> {
+fn ask(question: Question) -> Result<String, EngineError> {
     let model = describe(&question.model)?;
     let groups = question.adapters.iter().map(|(count, rank, modules)| {
         let modules = FleetGroup::modules_named(modules.iter().map(String::as_str))?;
@@ -87,12 +87,12 @@ fn ask(question: &Question) -> Result<String, EngineError> {
         ..SizeSettings::new(model.context)
     };
     let request = |device| PlanRequest {
-        model: model.clone(),
+        model,
         device,
         dtype,
-        fleet: fleet.clone(),
-        lengths: question.lengths.clone(),
-        settings: settings.clone(),
+        fleet,
+        lengths: question.lengths,
+        settings,
         scheduling: SchedulingSettings {
             max_cpu_loras: question.max_cpu_loras,
             lora_memory_bytes: question.lora_memory_bytes,
