@@ -81,6 +81,8 @@ impl Shape {
             vocabulary: self.vocab as u64,
             tied: self.tied,
             attention_bias: true,
+            output_bias: false,
+            mlp_bias: false,
             head_norm: false,
         }
     }

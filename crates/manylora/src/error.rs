@@ -1,5 +1,6 @@
 //! Errors of the engine: each says what failed, with the value, and what to do.
 
+use manylora_core::budget::division::SizeError;
 use manylora_core::{CoreError, FailureReason, LoadFailure, LoadFault};
 use manylora_kernels::KernelError;
 use manylora_model::error::RefusalKind;
@@ -162,6 +163,17 @@ impl From<ModelError> for EngineError {
 impl From<AdapterRefusal> for EngineError {
     fn from(refusal: AdapterRefusal) -> Self {
         Self::AdapterRefused(Box::new(refusal))
+    }
+}
+
+impl From<SizeError> for EngineError {
+    fn from(error: SizeError) -> Self {
+        match error {
+            SizeError::Setting(message) => Self::InvalidArgument(message),
+            SizeError::DoesNotFit { needed, available, message } => {
+                Self::Model(ModelError::DoesNotFit { needed, available, message })
+            }
+        }
     }
 }
 

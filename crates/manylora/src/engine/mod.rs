@@ -17,6 +17,7 @@ mod loader;
 mod lower;
 pub mod meters;
 mod phases;
+mod processor;
 mod running;
 mod sequences;
 mod sizes;
@@ -35,6 +36,7 @@ use manylora_core::{CoreStats, Digest};
 use manylora_kernels::MemoryUse;
 pub use meters::{Distribution, LoadFailureCounts, Meters, Timing};
 pub use phases::{Phase, PhaseSeconds};
+pub use processor::ProcessorBytes;
 pub use sizes::model_dimensions;
 pub use startup::{CardMemory, EngineInfo, LoadProgress};
 
