@@ -14,7 +14,7 @@ use manylora_benches::synthetic::{self, Shape};
 use crate::Options;
 use crate::cases::{Case, RUNNING};
 
-/// SmolLM2's vocabulary on almost nothing.
+/// Almost nothing, under a case's vocabulary.
 const SHAPE: Shape = Shape {
     hidden: 64,
     intermediate: 96,
@@ -22,7 +22,7 @@ const SHAPE: Shape = Shape {
     heads: 4,
     kv_heads: 2,
     head_dim: 16,
-    vocab: 49_152,
+    vocab: 0,
     tied: true,
     positions: 4096,
 };
@@ -68,8 +68,8 @@ fn folder() -> PathBuf {
 }
 
 fn start(case: &Case, options: &Options) -> Result<Engine, Box<dyn Error>> {
-    let model = folder().join("model");
-    synthetic::model(&model, &SHAPE)?;
+    let model = folder().join(format!("model-{}", case.vocabulary));
+    synthetic::model(&model, &Shape { vocab: case.vocabulary, ..SHAPE })?;
     let mut config = EngineConfig::new(model);
     config.tokenizer = Some(options.tokenizer.clone());
     config.max_num_seqs = RUNNING;
@@ -96,7 +96,7 @@ fn name(index: usize) -> String {
 }
 
 fn request(case: &Case, number: usize) -> GenerateRequest {
-    let prompt: Vec<u32> = (0..PROMPT).map(|at| ((at * 131 + number * 7919) % 40_000) as u32 + 1).collect();
+    let prompt: Vec<u32> = (0..PROMPT).map(|at| ((at * 131 + number * 7919) % 1_000) as u32 + 1).collect();
     let (temperature, top_p, seed) = if case.sampled {
         // Logits of random weights are nearly alike: this makes them as uneven as a trained model's.
         (0.05, 0.95, Some(number as i64))

@@ -2,11 +2,12 @@
 
 use std::collections::VecDeque;
 use std::pin::Pin;
-use std::sync::{Arc, MutexGuard};
+use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use manylora_core::{Digest, FinishReason};
+use manylora_model::tokenizer::Detokenizer;
 
 use crate::engine::Timing;
 use crate::error::EngineError;
@@ -59,9 +60,17 @@ impl Delta {
     }
 }
 
+/// What the engine sends: a delta, whose text is the reader's to make where nothing else depends on it.
+#[derive(Debug)]
+struct News {
+    delta: Delta,
+    /// Tokens at the end whose text is no part of the output.
+    silent: usize,
+}
+
 #[derive(Debug, Default)]
 struct State {
-    queue: VecDeque<Result<Delta, EngineError>>,
+    queue: VecDeque<Result<News, EngineError>>,
     /// Samples that have not ended.
     open: usize,
     /// Whether an error ended the stream: its samples that still run are of no use.
@@ -73,22 +82,43 @@ struct State {
     bound: Option<Vec<Option<Digest>>>,
 }
 
+/// Somebody who waits for a stream's news, and has some.
+#[derive(Debug)]
+pub(crate) struct Sleeper {
+    task: Option<Waker>,
+    thread: Option<Arc<Monitor<State>>>,
+}
+
+impl Sleeper {
+    /// Tells it.
+    pub(crate) fn wake(self) {
+        if let Some(task) = self.task {
+            task.wake();
+        }
+        if let Some(thread) = self.thread {
+            thread.notify_one();
+        }
+    }
+}
+
 /// The engine's end of the stream.
 #[derive(Clone, Debug)]
 pub(crate) struct StreamSender(Arc<Monitor<State>>);
 
 impl StreamSender {
-    /// Delivers a delta. A finish reason closes that sample.
-    pub(crate) fn send(&self, delta: Delta) {
+    /// Delivers a delta, of whose last tokens `silent` have no text; gives who is to be woken. A finish reason closes that
+    /// sample.
+    #[must_use]
+    pub(crate) fn send(&self, delta: Delta, silent: usize) -> Option<Sleeper> {
         let mut state = self.0.lock();
         if state.failed {
-            return;
+            return None;
         }
         if delta.finish_reason.is_some() {
             state.open = state.open.saturating_sub(1);
         }
-        state.queue.push_back(Ok(delta));
-        self.wake(state);
+        state.queue.push_back(Ok(News { delta, silent }));
+        self.sleeper(&mut state)
     }
 
     /// Ends the whole stream with an error.
@@ -99,7 +129,11 @@ impl StreamSender {
             state.failed = true;
             state.queue.push_back(Err(error));
         }
-        self.wake(state);
+        let sleeper = self.sleeper(&mut state);
+        drop(state);
+        if let Some(sleeper) = sleeper {
+            sleeper.wake();
+        }
     }
 
     /// Says which versions serve. All samples have the same.
@@ -107,16 +141,11 @@ impl StreamSender {
         self.0.lock().bound.get_or_insert_with(versions);
     }
 
-    fn wake(&self, mut state: MutexGuard<'_, State>) {
-        let waker = state.waker.take();
-        let is_awaited = std::mem::take(&mut state.is_awaited);
-        drop(state);
-        if is_awaited {
-            self.0.notify_one();
-        }
-        if let Some(waker) = waker {
-            waker.wake();
-        }
+    /// Who waits, if anybody does.
+    fn sleeper(&self, state: &mut State) -> Option<Sleeper> {
+        let task = state.waker.take();
+        let thread = std::mem::take(&mut state.is_awaited).then(|| Arc::clone(&self.0));
+        (task.is_some() || thread.is_some()).then_some(Sleeper { task, thread })
     }
 }
 
@@ -126,6 +155,8 @@ const LONG: Duration = Duration::from_secs(3600);
 /// The reader's end: deltas of all samples in the order they were produced. Dropping it aborts what still runs.
 pub struct RequestStream {
     shared: Arc<Monitor<State>>,
+    /// What makes the samples' text, in their order, until each has ended; empty where the engine does, or nobody.
+    texts: Vec<Option<Detokenizer>>,
     prompt_token_ids: Arc<Vec<u32>>,
     adapter_versions: Vec<(String, Option<Digest>)>,
     on_drop: Option<Box<dyn FnOnce() + Send + Sync>>,
@@ -137,16 +168,17 @@ impl std::fmt::Debug for RequestStream {
     }
 }
 
-/// Both ends of a stream of `samples` samples.
+/// Both ends of a stream of `samples` samples; `texts` make their text, if the engine does not.
 pub(crate) fn channel(
     samples: usize,
+    texts: Vec<Option<Detokenizer>>,
     prompt_token_ids: Arc<Vec<u32>>,
     adapter_versions: Vec<(String, Option<Digest>)>,
     on_drop: impl FnOnce() + Send + Sync + 'static,
 ) -> (StreamSender, RequestStream) {
     let shared = Arc::new(Monitor::new(State { open: samples, ..State::default() }));
     let on_drop: Option<Box<dyn FnOnce() + Send + Sync>> = Some(Box::new(on_drop));
-    let stream = RequestStream { shared: Arc::clone(&shared), prompt_token_ids, adapter_versions, on_drop };
+    let stream = RequestStream { shared: Arc::clone(&shared), texts, prompt_token_ids, adapter_versions, on_drop };
     (StreamSender(shared), stream)
 }
 
@@ -171,8 +203,9 @@ impl RequestStream {
     pub fn next_delta(&mut self) -> Option<Result<Delta, EngineError>> {
         let mut state = self.shared.lock();
         loop {
-            if let Some(delta) = state.queue.pop_front() {
-                return Some(delta);
+            if let Some(news) = state.queue.pop_front() {
+                drop(state);
+                return Some(self.tell(news));
             }
             if state.open == 0 {
                 return None;
@@ -189,8 +222,9 @@ impl RequestStream {
         let deadline = Instant::now().checked_add(timeout);
         let mut state = self.shared.lock();
         loop {
-            if let Some(delta) = state.queue.pop_front() {
-                return Ok(Some(delta));
+            if let Some(news) = state.queue.pop_front() {
+                drop(state);
+                return Ok(Some(self.tell(news)));
             }
             if state.open == 0 {
                 return Ok(None);
@@ -203,6 +237,35 @@ impl RequestStream {
             state = self.shared.wait_timeout(state, left);
             state.is_awaited = false;
         }
+    }
+
+    /// A delta with its text. If that cannot be made the stream ends with the error, and the request is stopped.
+    fn tell(&mut self, news: Result<News, EngineError>) -> Result<Delta, EngineError> {
+        let News { mut delta, silent } = news?;
+        if let Err(error) = self.add_text(&mut delta, silent) {
+            let mut state = self.shared.lock();
+            (state.open, state.failed) = (0, true);
+            state.queue.clear();
+            drop(state);
+            self.abort();
+            return Err(error);
+        }
+        Ok(delta)
+    }
+
+    fn add_text(&mut self, delta: &mut Delta, silent: usize) -> Result<(), EngineError> {
+        let Some(text) = self.texts.get_mut(delta.index) else { return Ok(()) };
+        if let Some(detokenizer) = text {
+            for &token in &delta.token_ids[..delta.token_ids.len().saturating_sub(silent)] {
+                delta.text.push_str(detokenizer.push(token)?);
+            }
+        }
+        if delta.finish_reason.is_some()
+            && let Some(detokenizer) = text.take()
+        {
+            delta.text.push_str(&detokenizer.finish()?);
+        }
+        Ok(())
     }
 
     /// Stops the request now. Samples that still run end with [`FinishReason::Abort`].
@@ -252,10 +315,11 @@ impl IntoIterator for RequestStream {
 impl futures_core::Stream for RequestStream {
     type Item = Result<Delta, EngineError>;
 
-    fn poll_next(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         let mut state = self.shared.lock();
-        if let Some(delta) = state.queue.pop_front() {
-            return Poll::Ready(Some(delta));
+        if let Some(news) = state.queue.pop_front() {
+            drop(state);
+            return Poll::Ready(Some(self.tell(news)));
         }
         if state.open == 0 {
             return Poll::Ready(None);

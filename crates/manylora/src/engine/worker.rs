@@ -15,6 +15,7 @@ use manylora_model::{ModelError, Runner};
 use super::EngineStats;
 use super::choice::{Chosen, Draw};
 use super::command::Command;
+use super::courier::Courier;
 use super::library::{Core, Library};
 use super::lower::LoweredStep;
 use super::meters::{LoadFailureCounts, Meters};
@@ -32,6 +33,7 @@ pub(crate) struct Worker {
     pub(super) runner: Box<dyn Runner>,
     library: Library,
     commands: Receiver<Command>,
+    courier: Courier,
     clock: Instant,
     pub(super) sequences: Sequences,
     /// Steps, and bytes of adapters that they have read.
@@ -63,7 +65,7 @@ impl Worker {
         core: ControlPlane,
         runner: Box<dyn Runner>,
         library: Library,
-        commands: Receiver<Command>,
+        (commands, courier): (Receiver<Command>, Courier),
         step: LoweredStep,
         max_num_seqs: usize,
         meters: Meters,
@@ -79,6 +81,7 @@ impl Worker {
             runner,
             library,
             commands,
+            courier,
             clock: Instant::now(),
             sequences: Sequences::default(),
             steps: 0,
@@ -242,8 +245,14 @@ impl Worker {
         }
     }
 
-    /// Carries out what the control plane wants; true if there was anything.
+    /// Carries out what the control plane wants, and wakes who has news of it; true if there was anything.
     fn carry_out_effects(&mut self) -> bool {
+        let any = self.drain_effects();
+        self.courier.wake();
+        any
+    }
+
+    fn drain_effects(&mut self) -> bool {
         let mut any = false;
         // Carrying out a load order that is already satisfied brings further effects: repeat until there are none.
         loop {
@@ -300,7 +309,7 @@ impl Worker {
             }
             Effect::Finished { request, reason } => {
                 if let Some(mut sequence) = self.sequences.remove(request) {
-                    sequence.finish(reason, &mut self.meters);
+                    self.courier.add(sequence.finish(reason, &mut self.meters));
                 }
             }
             Effect::Unloaded(registration) => self.library.unloaded(registration),
@@ -367,12 +376,13 @@ impl Worker {
 
     /// Sends what became certain. What finished is sent by the `Finished` effects of the commit.
     fn deliver(&mut self) {
-        self.carry_out_effects();
+        self.drain_effects();
         // Who has ended is gone, and nobody new is there yet.
         for &place in &self.members {
             if let Some(sequence) = self.sequences.at_mut(place) {
-                sequence.flush();
+                self.courier.add(sequence.flush());
             }
         }
+        self.courier.wake();
     }
 }
