@@ -19,7 +19,7 @@ pub(crate) struct Case {
     pub(crate) sampled: bool,
     /// Whether those that wait ask for the adapters that are not in use, for which there is no place.
     pub(crate) cold: bool,
-    /// Tokens of each request: few make some end, and others start, in every step.
+    /// Tokens of each request, up to twice as many: few make some end, and others start, in every step.
     pub(crate) tokens: usize,
 }
 
@@ -50,6 +50,6 @@ pub(crate) const CASES: &[Case] = &[
     Case { name: "64 adapters", adapters: 64, ..STEADY },
     Case { name: "8 adapters, logits of 50 MB", vocabulary: MANY, ..STEADY },
     Case { name: "sampled, logits of 50 MB", vocabulary: MANY, sampled: true, ..STEADY },
-    Case { name: "turnover", waiting: 2_000, tokens: 32, ..STEADY },
-    Case { name: "turnover, 10,000 waiting", waiting: 10_000, tokens: 32, ..STEADY },
+    Case { name: "turnover, 5,000 waiting", waiting: 5_000, tokens: 64, ..STEADY },
+    Case { name: "turnover, 10,000 waiting", waiting: 10_000, tokens: 64, ..STEADY },
 ];

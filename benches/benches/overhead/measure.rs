@@ -24,14 +24,14 @@ const SHAPE: Shape = Shape {
     head_dim: 16,
     vocab: 0,
     tied: true,
-    positions: 4096,
+    positions: 8192,
 };
 const PROMPT: usize = 8;
 /// Steps before the first window: all have begun and have room for what they become.
 const WARM_UP: u64 = 24;
 /// Steps of a window, at least.
 const WINDOW: u64 = 2;
-const POLL: Duration = Duration::from_millis(2);
+const POLL: Duration = Duration::from_millis(1);
 
 /// Microseconds per step of each phase, window by window.
 #[derive(Clone, Debug, Default)]
@@ -103,7 +103,7 @@ fn request(case: &Case, number: usize) -> GenerateRequest {
     } else {
         (0.0, 1.0, None)
     };
-    let max_tokens = Some(case.tokens);
+    let max_tokens = Some(case.tokens + number % case.tokens);
     let params = SamplingParams { temperature, top_p, seed, max_tokens, ignore_eos: true, ..SamplingParams::default() };
     let request = GenerateRequest::tokens(prompt).params(params);
     let adapter = match case.adapters {
@@ -134,8 +134,11 @@ pub(crate) fn run(case: &Case, options: &Options) -> Result<(String, Windows), B
     let mut windows = Windows::default();
     for _ in 0..options.windows {
         let next = wait(&engine, |stats| stats.steps >= before.steps + WINDOW)?;
-        if next.running < RUNNING {
-            return Err(format!("`{}` requests run, not {RUNNING}: give fewer `--windows`", next.running).into());
+        // Between two steps the places of those that have ended are empty.
+        if next.running + next.waiting < RUNNING {
+            return Err(
+                format!("`{}` requests are left of `{}`: give fewer `--windows`", next.running, case.name).into()
+            );
         }
         windows.push(next.steps - before.steps, &before.phase_seconds, &next.phase_seconds);
         before = next;

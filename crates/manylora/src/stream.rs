@@ -60,12 +60,25 @@ impl Delta {
     }
 }
 
-/// What the engine sends: a delta, whose text is the reader's to make where nothing else depends on it.
+/// What the engine sends. Text is the reader's to make where nothing else depends on it.
 #[derive(Debug)]
-struct News {
-    delta: Delta,
-    /// Tokens at the end whose text is no part of the output.
-    silent: usize,
+enum News {
+    /// Nothing but one more token of a sample: what there is most of, and takes no memory of its own.
+    Token { index: u32, token: u32, cached_tokens: u32 },
+    /// A delta, and how many tokens at its end have no text that is part of the output.
+    Delta(Box<(Delta, usize)>),
+}
+
+impl News {
+    fn into_delta(self) -> (Delta, usize) {
+        match self {
+            Self::Token { index, token, cached_tokens } => {
+                let (index, cached_tokens) = (index as usize, cached_tokens as usize);
+                (Delta { index, token_ids: vec![token], cached_tokens, ..Delta::default() }, 0)
+            }
+            Self::Delta(boxed) => *boxed,
+        }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -117,7 +130,20 @@ impl StreamSender {
         if delta.finish_reason.is_some() {
             state.open = state.open.saturating_sub(1);
         }
-        state.queue.push_back(Ok(News { delta, silent }));
+        state.queue.push_back(Ok(News::Delta(Box::new((delta, silent)))));
+        self.sleeper(&mut state)
+    }
+
+    /// Delivers one more token of a sample, of whose prompt so many tokens came from the prefix cache, and nothing else; gives
+    /// who is to be woken.
+    #[must_use]
+    pub(crate) fn send_token(&self, index: usize, token: u32, cached_tokens: usize) -> Option<Sleeper> {
+        let mut state = self.0.lock();
+        if state.failed {
+            return None;
+        }
+        let (index, cached_tokens) = (index as u32, cached_tokens as u32);
+        state.queue.push_back(Ok(News::Token { index, token, cached_tokens }));
         self.sleeper(&mut state)
     }
 
@@ -241,7 +267,7 @@ impl RequestStream {
 
     /// A delta with its text. If that cannot be made the stream ends with the error, and the request is stopped.
     fn tell(&mut self, news: Result<News, EngineError>) -> Result<Delta, EngineError> {
-        let News { mut delta, silent } = news?;
+        let (mut delta, silent) = news?.into_delta();
         if let Err(error) = self.add_text(&mut delta, silent) {
             let mut state = self.shared.lock();
             (state.open, state.failed) = (0, true);

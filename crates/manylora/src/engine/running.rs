@@ -253,6 +253,17 @@ impl RunningSequence {
             return None;
         }
         let stream = self.stream.as_ref()?;
+        let pending = &mut self.pending;
+        if let ([token], true) = (pending.token_ids.as_slice(), self.silent == 0)
+            && pending.text.is_empty()
+            && pending.logprobs.is_empty()
+            && pending.prompt_logprobs.is_none()
+            && pending.stop_reason.is_none()
+        {
+            let sleeper = stream.send_token(pending.index, *token, std::mem::take(&mut pending.cached_tokens));
+            pending.token_ids.clear();
+            return sleeper;
+        }
         let next = Delta { index: self.pending.index, ..Delta::default() };
         stream.send(std::mem::replace(&mut self.pending, next), std::mem::take(&mut self.silent))
     }

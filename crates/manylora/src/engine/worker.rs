@@ -8,7 +8,9 @@ use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
-use manylora_core::{AdapterUsers, ControlPlane, Effect, Event, SequenceOutcome, StepOutcome, StepPlan, Time};
+use manylora_core::{
+    AdapterUsers, ControlPlane, Effect, Event, RequestId, SequenceOutcome, StepOutcome, StepPlan, Time,
+};
 use manylora_kernels::LargestValues;
 use manylora_model::{ModelError, Runner};
 
@@ -40,8 +42,8 @@ pub(crate) struct Worker {
     steps: u64,
     streamed_bytes: u64,
     pub(super) plan: StepPlan,
-    /// Where the sequences of the plan are, in its order, until the step is delivered.
-    pub(super) members: Vec<Place>,
+    /// Where the sequences of the plan are, in its order, until the next step.
+    pub(super) members: Vec<(RequestId, Place)>,
     pub(super) step: LoweredStep,
     pub(super) outcome: StepOutcome,
     pub(super) greedy: Vec<u32>,
@@ -347,10 +349,17 @@ impl Worker {
         self.streamed_bytes += slots.clone().map(|slot| self.library.bytes_in(slot)).sum::<u64>();
         self.meters.step(self.steps, self.plan.tokens.len(), slots);
         let begun = Instant::now();
-        self.members.clear();
-        for planned in &self.plan.sequences {
-            let place = self.sequences.place(planned.request);
-            self.members.push(place);
+        self.members.truncate(self.plan.sequences.len());
+        for (position, planned) in self.plan.sequences.iter().enumerate() {
+            // Most are where they were in the last step.
+            let place = match self.members.get(position) {
+                Some(&(request, place)) if request == planned.request => place,
+                _ => self.sequences.place(planned.request),
+            };
+            match self.members.get_mut(position) {
+                Some(member) => *member = (planned.request, place),
+                None => self.members.push((planned.request, place)),
+            }
             if let Some(sequence) = self.sequences.at_mut(place) {
                 sequence.course.schedule(begun, planned.cached_tokens as usize, planned.preemptions);
             }
@@ -378,7 +387,7 @@ impl Worker {
     fn deliver(&mut self) {
         self.drain_effects();
         // Who has ended is gone, and nobody new is there yet.
-        for &place in &self.members {
+        for &(_, place) in &self.members {
             if let Some(sequence) = self.sequences.at_mut(place) {
                 self.courier.add(sequence.flush());
             }
