@@ -7,6 +7,8 @@ pub(crate) const RUNNING: usize = 256;
 #[derive(Debug)]
 pub(crate) struct Case {
     pub(crate) name: &'static str,
+    /// Rows of the embedding. Few: the backend leaves caches as they are. Many: each step writes all logits over them.
+    pub(crate) vocabulary: usize,
     /// Requests that wait.
     pub(crate) waiting: usize,
     /// Adapters that are registered beside those in use.
@@ -17,12 +19,23 @@ pub(crate) struct Case {
     pub(crate) sampled: bool,
     /// Whether those that wait ask for the adapters that are not in use, for which there is no place.
     pub(crate) cold: bool,
-    /// Tokens of each request: few make some end, and others start, in every step.
+    /// Tokens of each request, up to twice as many: few make some end, and others start, in every step.
     pub(crate) tokens: usize,
 }
 
-const STEADY: Case =
-    Case { name: "8 adapters", waiting: 0, registered: 0, adapters: 8, sampled: false, cold: false, tokens: 3000 };
+/// SmolLM2's.
+const MANY: usize = 49_152;
+
+const STEADY: Case = Case {
+    name: "8 adapters",
+    vocabulary: 1_024,
+    waiting: 0,
+    registered: 0,
+    adapters: 8,
+    sampled: false,
+    cold: false,
+    tokens: 3000,
+};
 
 /// The first is what the others are compared with.
 pub(crate) const CASES: &[Case] = &[
@@ -35,7 +48,8 @@ pub(crate) const CASES: &[Case] = &[
     Case { name: "base", adapters: 0, ..STEADY },
     Case { name: "1 adapter", adapters: 1, ..STEADY },
     Case { name: "64 adapters", adapters: 64, ..STEADY },
-    Case { name: "sampled", sampled: true, ..STEADY },
-    Case { name: "turnover", waiting: 2_000, tokens: 32, ..STEADY },
-    Case { name: "turnover, 10,000 waiting", waiting: 10_000, tokens: 32, ..STEADY },
+    Case { name: "8 adapters, logits of 50 MB", vocabulary: MANY, ..STEADY },
+    Case { name: "sampled, logits of 50 MB", vocabulary: MANY, sampled: true, ..STEADY },
+    Case { name: "turnover, 5,000 waiting", waiting: 5_000, tokens: 64, ..STEADY },
+    Case { name: "turnover, 10,000 waiting", waiting: 10_000, tokens: 64, ..STEADY },
 ];

@@ -2,8 +2,8 @@
 //! own clock tells it, with 256 streams that are read meanwhile.
 //!
 //! `cargo bench --bench overhead -- [--json FILE] [--tokenizer PATH] [--rounds N] [--windows N] [--only WORDS]`. The model is
-//! small and has a real vocabulary; its logits are written between two steps, so that bookkeeping finds the caches as full
-//! of other things as it does beside a real model.
+//! next to nothing. Where its vocabulary is a real one, 50 MB of logits are written between two steps, so that bookkeeping
+//! finds the caches as full of other things as it does beside a real model.
 
 mod cases;
 mod measure;

@@ -14,7 +14,7 @@ use manylora_benches::synthetic::{self, Shape};
 use crate::Options;
 use crate::cases::{Case, RUNNING};
 
-/// SmolLM2's vocabulary on almost nothing.
+/// Almost nothing, under a case's vocabulary.
 const SHAPE: Shape = Shape {
     hidden: 64,
     intermediate: 96,
@@ -22,16 +22,16 @@ const SHAPE: Shape = Shape {
     heads: 4,
     kv_heads: 2,
     head_dim: 16,
-    vocab: 49_152,
+    vocab: 0,
     tied: true,
-    positions: 4096,
+    positions: 8192,
 };
 const PROMPT: usize = 8;
 /// Steps before the first window: all have begun and have room for what they become.
 const WARM_UP: u64 = 24;
 /// Steps of a window, at least.
 const WINDOW: u64 = 2;
-const POLL: Duration = Duration::from_millis(2);
+const POLL: Duration = Duration::from_millis(1);
 
 /// Microseconds per step of each phase, window by window.
 #[derive(Clone, Debug, Default)]
@@ -68,8 +68,8 @@ fn folder() -> PathBuf {
 }
 
 fn start(case: &Case, options: &Options) -> Result<Engine, Box<dyn Error>> {
-    let model = folder().join("model");
-    synthetic::model(&model, &SHAPE)?;
+    let model = folder().join(format!("model-{}", case.vocabulary));
+    synthetic::model(&model, &Shape { vocab: case.vocabulary, ..SHAPE })?;
     let mut config = EngineConfig::new(model);
     config.tokenizer = Some(options.tokenizer.clone());
     config.max_num_seqs = RUNNING;
@@ -96,14 +96,14 @@ fn name(index: usize) -> String {
 }
 
 fn request(case: &Case, number: usize) -> GenerateRequest {
-    let prompt: Vec<u32> = (0..PROMPT).map(|at| ((at * 131 + number * 7919) % 40_000) as u32 + 1).collect();
+    let prompt: Vec<u32> = (0..PROMPT).map(|at| ((at * 131 + number * 7919) % 1_000) as u32 + 1).collect();
     let (temperature, top_p, seed) = if case.sampled {
         // Logits of random weights are nearly alike: this makes them as uneven as a trained model's.
         (0.05, 0.95, Some(number as i64))
     } else {
         (0.0, 1.0, None)
     };
-    let max_tokens = Some(case.tokens);
+    let max_tokens = Some(case.tokens + number % case.tokens);
     let params = SamplingParams { temperature, top_p, seed, max_tokens, ignore_eos: true, ..SamplingParams::default() };
     let request = GenerateRequest::tokens(prompt).params(params);
     let adapter = match case.adapters {
@@ -134,8 +134,11 @@ pub(crate) fn run(case: &Case, options: &Options) -> Result<(String, Windows), B
     let mut windows = Windows::default();
     for _ in 0..options.windows {
         let next = wait(&engine, |stats| stats.steps >= before.steps + WINDOW)?;
-        if next.running < RUNNING {
-            return Err(format!("`{}` requests run, not {RUNNING}: give fewer `--windows`", next.running).into());
+        // Between two steps the places of those that have ended are empty.
+        if next.running + next.waiting < RUNNING {
+            return Err(
+                format!("`{}` requests are left of `{}`: give fewer `--windows`", next.running, case.name).into()
+            );
         }
         windows.push(next.steps - before.steps, &before.phase_seconds, &next.phase_seconds);
         before = next;

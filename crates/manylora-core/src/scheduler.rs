@@ -121,11 +121,17 @@ impl Scheduler {
 
         let mut budget = self.config.max_num_batched_tokens;
         let preemptions = self.preemptions;
+        let mut prefilling = false;
         for decoding in [true, false] {
+            if !decoding && !prefilling {
+                break;
+            }
             let mut position = 0;
             while position < self.running.len() && budget > 0 {
                 let index = self.running[position];
-                if self.requests[index].is_decoding() == decoding {
+                let is_decoding = self.requests[index].is_decoding();
+                prefilling |= !is_decoding;
+                if is_decoding == decoding {
                     let rows = self.rows_with_blocks(position, budget, memory, effects);
                     if rows > 0 {
                         budget -= rows;

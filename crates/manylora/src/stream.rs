@@ -2,11 +2,12 @@
 
 use std::collections::VecDeque;
 use std::pin::Pin;
-use std::sync::{Arc, MutexGuard};
+use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use manylora_core::{Digest, FinishReason};
+use manylora_model::tokenizer::Detokenizer;
 
 use crate::engine::Timing;
 use crate::error::EngineError;
@@ -59,9 +60,30 @@ impl Delta {
     }
 }
 
+/// What the engine sends. Text is the reader's to make where nothing else depends on it.
+#[derive(Debug)]
+enum News {
+    /// Nothing but one more token of a sample: what there is most of, and takes no memory of its own.
+    Token { index: u32, token: u32, cached_tokens: u32 },
+    /// A delta, and how many tokens at its end have no text that is part of the output.
+    Delta(Box<(Delta, usize)>),
+}
+
+impl News {
+    fn into_delta(self) -> (Delta, usize) {
+        match self {
+            Self::Token { index, token, cached_tokens } => {
+                let (index, cached_tokens) = (index as usize, cached_tokens as usize);
+                (Delta { index, token_ids: vec![token], cached_tokens, ..Delta::default() }, 0)
+            }
+            Self::Delta(boxed) => *boxed,
+        }
+    }
+}
+
 #[derive(Debug, Default)]
 struct State {
-    queue: VecDeque<Result<Delta, EngineError>>,
+    queue: VecDeque<Result<News, EngineError>>,
     /// Samples that have not ended.
     open: usize,
     /// Whether an error ended the stream: its samples that still run are of no use.
@@ -73,22 +95,56 @@ struct State {
     bound: Option<Vec<Option<Digest>>>,
 }
 
+/// Somebody who waits for a stream's news, and has some.
+#[derive(Debug)]
+pub(crate) struct Sleeper {
+    task: Option<Waker>,
+    thread: Option<Arc<Monitor<State>>>,
+}
+
+impl Sleeper {
+    /// Tells it.
+    pub(crate) fn wake(self) {
+        if let Some(task) = self.task {
+            task.wake();
+        }
+        if let Some(thread) = self.thread {
+            thread.notify_one();
+        }
+    }
+}
+
 /// The engine's end of the stream.
 #[derive(Clone, Debug)]
 pub(crate) struct StreamSender(Arc<Monitor<State>>);
 
 impl StreamSender {
-    /// Delivers a delta. A finish reason closes that sample.
-    pub(crate) fn send(&self, delta: Delta) {
+    /// Delivers a delta, of whose last tokens `silent` have no text; gives who is to be woken. A finish reason closes that
+    /// sample.
+    #[must_use]
+    pub(crate) fn send(&self, delta: Delta, silent: usize) -> Option<Sleeper> {
         let mut state = self.0.lock();
         if state.failed {
-            return;
+            return None;
         }
         if delta.finish_reason.is_some() {
             state.open = state.open.saturating_sub(1);
         }
-        state.queue.push_back(Ok(delta));
-        self.wake(state);
+        state.queue.push_back(Ok(News::Delta(Box::new((delta, silent)))));
+        self.sleeper(&mut state)
+    }
+
+    /// Delivers one more token of a sample, of whose prompt so many tokens came from the prefix cache, and nothing else; gives
+    /// who is to be woken.
+    #[must_use]
+    pub(crate) fn send_token(&self, index: usize, token: u32, cached_tokens: usize) -> Option<Sleeper> {
+        let mut state = self.0.lock();
+        if state.failed {
+            return None;
+        }
+        let (index, cached_tokens) = (index as u32, cached_tokens as u32);
+        state.queue.push_back(Ok(News::Token { index, token, cached_tokens }));
+        self.sleeper(&mut state)
     }
 
     /// Ends the whole stream with an error.
@@ -99,7 +155,11 @@ impl StreamSender {
             state.failed = true;
             state.queue.push_back(Err(error));
         }
-        self.wake(state);
+        let sleeper = self.sleeper(&mut state);
+        drop(state);
+        if let Some(sleeper) = sleeper {
+            sleeper.wake();
+        }
     }
 
     /// Says which versions serve. All samples have the same.
@@ -107,16 +167,11 @@ impl StreamSender {
         self.0.lock().bound.get_or_insert_with(versions);
     }
 
-    fn wake(&self, mut state: MutexGuard<'_, State>) {
-        let waker = state.waker.take();
-        let is_awaited = std::mem::take(&mut state.is_awaited);
-        drop(state);
-        if is_awaited {
-            self.0.notify_one();
-        }
-        if let Some(waker) = waker {
-            waker.wake();
-        }
+    /// Who waits, if anybody does.
+    fn sleeper(&self, state: &mut State) -> Option<Sleeper> {
+        let task = state.waker.take();
+        let thread = std::mem::take(&mut state.is_awaited).then(|| Arc::clone(&self.0));
+        (task.is_some() || thread.is_some()).then_some(Sleeper { task, thread })
     }
 }
 
@@ -126,6 +181,8 @@ const LONG: Duration = Duration::from_secs(3600);
 /// The reader's end: deltas of all samples in the order they were produced. Dropping it aborts what still runs.
 pub struct RequestStream {
     shared: Arc<Monitor<State>>,
+    /// What makes the samples' text, in their order, until each has ended; empty where the engine does, or nobody.
+    texts: Vec<Option<Detokenizer>>,
     prompt_token_ids: Arc<Vec<u32>>,
     adapter_versions: Vec<(String, Option<Digest>)>,
     on_drop: Option<Box<dyn FnOnce() + Send + Sync>>,
@@ -137,16 +194,17 @@ impl std::fmt::Debug for RequestStream {
     }
 }
 
-/// Both ends of a stream of `samples` samples.
+/// Both ends of a stream of `samples` samples; `texts` make their text, if the engine does not.
 pub(crate) fn channel(
     samples: usize,
+    texts: Vec<Option<Detokenizer>>,
     prompt_token_ids: Arc<Vec<u32>>,
     adapter_versions: Vec<(String, Option<Digest>)>,
     on_drop: impl FnOnce() + Send + Sync + 'static,
 ) -> (StreamSender, RequestStream) {
     let shared = Arc::new(Monitor::new(State { open: samples, ..State::default() }));
     let on_drop: Option<Box<dyn FnOnce() + Send + Sync>> = Some(Box::new(on_drop));
-    let stream = RequestStream { shared: Arc::clone(&shared), prompt_token_ids, adapter_versions, on_drop };
+    let stream = RequestStream { shared: Arc::clone(&shared), texts, prompt_token_ids, adapter_versions, on_drop };
     (StreamSender(shared), stream)
 }
 
@@ -171,8 +229,9 @@ impl RequestStream {
     pub fn next_delta(&mut self) -> Option<Result<Delta, EngineError>> {
         let mut state = self.shared.lock();
         loop {
-            if let Some(delta) = state.queue.pop_front() {
-                return Some(delta);
+            if let Some(news) = state.queue.pop_front() {
+                drop(state);
+                return Some(self.tell(news));
             }
             if state.open == 0 {
                 return None;
@@ -189,8 +248,9 @@ impl RequestStream {
         let deadline = Instant::now().checked_add(timeout);
         let mut state = self.shared.lock();
         loop {
-            if let Some(delta) = state.queue.pop_front() {
-                return Ok(Some(delta));
+            if let Some(news) = state.queue.pop_front() {
+                drop(state);
+                return Ok(Some(self.tell(news)));
             }
             if state.open == 0 {
                 return Ok(None);
@@ -203,6 +263,35 @@ impl RequestStream {
             state = self.shared.wait_timeout(state, left);
             state.is_awaited = false;
         }
+    }
+
+    /// A delta with its text. If that cannot be made the stream ends with the error, and the request is stopped.
+    fn tell(&mut self, news: Result<News, EngineError>) -> Result<Delta, EngineError> {
+        let (mut delta, silent) = news?.into_delta();
+        if let Err(error) = self.add_text(&mut delta, silent) {
+            let mut state = self.shared.lock();
+            (state.open, state.failed) = (0, true);
+            state.queue.clear();
+            drop(state);
+            self.abort();
+            return Err(error);
+        }
+        Ok(delta)
+    }
+
+    fn add_text(&mut self, delta: &mut Delta, silent: usize) -> Result<(), EngineError> {
+        let Some(text) = self.texts.get_mut(delta.index) else { return Ok(()) };
+        if let Some(detokenizer) = text {
+            for &token in &delta.token_ids[..delta.token_ids.len().saturating_sub(silent)] {
+                delta.text.push_str(detokenizer.push(token)?);
+            }
+        }
+        if delta.finish_reason.is_some()
+            && let Some(detokenizer) = text.take()
+        {
+            delta.text.push_str(&detokenizer.finish()?);
+        }
+        Ok(())
     }
 
     /// Stops the request now. Samples that still run end with [`FinishReason::Abort`].
@@ -252,10 +341,11 @@ impl IntoIterator for RequestStream {
 impl futures_core::Stream for RequestStream {
     type Item = Result<Delta, EngineError>;
 
-    fn poll_next(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         let mut state = self.shared.lock();
-        if let Some(delta) = state.queue.pop_front() {
-            return Poll::Ready(Some(delta));
+        if let Some(news) = state.queue.pop_front() {
+            drop(state);
+            return Poll::Ready(Some(self.tell(news)));
         }
         if state.open == 0 {
             return Poll::Ready(None);

@@ -55,6 +55,11 @@ impl StopStrings {
         all
     }
 
+    /// Whether none can match.
+    pub fn is_empty(&self) -> bool {
+        self.states.len() <= 1
+    }
+
     /// Fills in what follows from shorter states, the shortest first.
     fn link(&mut self, lengths: &[usize], is_open: &[bool]) {
         let mut children: Vec<Vec<(u8, u32)>> = vec![Vec::new(); self.states.len()];

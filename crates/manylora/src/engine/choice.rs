@@ -65,7 +65,7 @@ impl Worker {
     /// just computed. What one sequence's constraint finds depends on no other's.
     fn prepare_constraints(&mut self) {
         for sample in self.step.sample_rows.iter().filter(|sample| sample.samples) {
-            let place = self.members[sample.sequence as usize];
+            let place = self.members[sample.sequence as usize].1;
             if let Some(constraint) = self.sequences.at_mut(place).and_then(RunningSequence::take_unprepared) {
                 self.constraints.push((place, Mutex::new(constraint)));
             }
@@ -106,7 +106,7 @@ impl Worker {
             self.see_prompts(first, count)?;
         }
         for (row, sample) in self.step.sample_rows[first..first + count].iter().enumerate() {
-            let place = self.members[sample.sequence as usize];
+            let place = self.members[sample.sequence as usize].1;
             let Some(sequence) = self.sequences.at_mut(place).filter(|_| sample.samples) else { continue };
             let token = match (sequence.need(), self.largest.row(row)) {
                 (RowNeed::Greedy, _) => sequence.accept_greedy(self.greedy[row]),
@@ -131,7 +131,7 @@ impl Worker {
         let scratch = &mut self.scratches.get_mut().unwrap_or_else(PoisonError::into_inner)[0];
         let rows = logits.chunks_exact(logits.len() / count);
         for (sample, row) in self.step.sample_rows[first..first + count].iter().zip(rows) {
-            if let Some(sequence) = self.sequences.at_mut(self.members[sample.sequence as usize]) {
+            if let Some(sequence) = self.sequences.at_mut(self.members[sample.sequence as usize].1) {
                 sequence.see_row(sample.position as usize, row, scratch);
             }
         }
@@ -166,7 +166,7 @@ impl Worker {
     pub(super) fn push_tokens(&mut self) {
         let now = Instant::now();
         for &Chosen { sequence: index, token } in &self.chosen {
-            let Some(sequence) = self.sequences.at_mut(self.members[index as usize]) else { continue };
+            let Some(sequence) = self.sequences.at_mut(self.members[index as usize].1) else { continue };
             sequence.set_cached_tokens(self.plan.sequences[index as usize].cached_tokens as usize);
             let outcome = &mut self.outcome.sequences[index as usize];
             outcome.first_token = self.outcome.tokens.len() as u32;
@@ -181,7 +181,7 @@ impl Worker {
     fn chunk_needs(&self, first: usize, count: usize) -> ChunkNeeds {
         let mut needs = ChunkNeeds::default();
         for sample in &self.step.sample_rows[first..first + count] {
-            let Some(sequence) = self.sequences.at(self.members[sample.sequence as usize]) else { continue };
+            let Some(sequence) = self.sequences.at(self.members[sample.sequence as usize].1) else { continue };
             needs.prompts |= sequence.looks_at(sample.position as usize);
             if sample.samples {
                 match sequence.need() {
@@ -197,7 +197,7 @@ impl Worker {
     /// Whether there is a list for each row of a chunk whose sequence chooses from one.
     fn all_listed(&self, first: usize, count: usize) -> bool {
         self.step.sample_rows[first..first + count].iter().enumerate().all(|(offset, sample)| {
-            let sequence = self.sequences.at(self.members[sample.sequence as usize]);
+            let sequence = self.sequences.at(self.members[sample.sequence as usize].1);
             let chooses = sequence.is_some_and(|it| sample.samples && matches!(it.need(), RowNeed::Largest(_)));
             !chooses || self.largest.row(offset).is_some()
         })

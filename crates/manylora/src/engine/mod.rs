@@ -10,6 +10,7 @@
 mod card;
 mod choice;
 mod command;
+mod courier;
 mod device;
 mod handle;
 mod library;

@@ -11,11 +11,12 @@ use manylora_model::tokenizer::{Detokenizer, StopChecker};
 use super::meters::{Course, Meters};
 use crate::error::EngineError;
 use crate::sampler::{RowNeed, SamplerScratch, SequenceSampler, TokenLogprobs, token_logprobs};
-use crate::stream::{Delta, StopReason, StreamSender};
+use crate::stream::{Delta, Sleeper, StopReason, StreamSender};
 use crate::structure::{Constraint, Fault};
 
-/// Text of a sequence: absent when the request does not want any.
+/// Text of a sequence with stop strings. Without these nothing depends on the text, and whoever reads the stream makes it.
 pub(crate) struct TextState {
+    /// Until it has ended.
     pub(crate) detokenizer: Option<Detokenizer>,
     pub(crate) stops: StopChecker,
 }
@@ -75,6 +76,8 @@ pub(crate) struct RunningSequence {
     streaming: bool,
     pub(crate) course: Course,
     generated: usize,
+    /// Tokens at the end of `pending` whose text is no part of the output.
+    silent: usize,
     seen_prompt_rows: usize,
     pending: Delta,
     /// Text could not be made: the request ends with this error.
@@ -119,6 +122,7 @@ impl RunningSequence {
             streaming: setup.streaming,
             course,
             generated: 0,
+            silent: 0,
             seen_prompt_rows: 0,
             pending,
             failure: None,
@@ -222,8 +226,9 @@ impl RunningSequence {
             self.pending.stop_reason = Some(StopReason::Token(token));
         }
         // The text of a token that ends the sequence is part of the output only on request.
+        self.silent = usize::from(ends && !self.stop_tokens.include_in_output);
         if let Some(text) = &mut self.text
-            && (!ends || self.stop_tokens.include_in_output)
+            && self.silent == 0
         {
             // As in vLLM, stop strings count once there are more than `min_tokens` tokens.
             let check = !ends && self.generated > self.stop_tokens.min_tokens;
@@ -242,19 +247,29 @@ impl RunningSequence {
         ends || complete
     }
 
-    /// Sends what has become certain since the last delta.
-    pub(crate) fn flush(&mut self) {
-        if self.streaming
-            && (!self.pending.token_ids.is_empty() || !self.pending.text.is_empty())
-            && let Some(stream) = &self.stream
-        {
-            let next = Delta { index: self.pending.index, ..Delta::default() };
-            stream.send(std::mem::replace(&mut self.pending, next));
+    /// Sends what has become certain since the last delta; who is to be woken for it.
+    pub(crate) fn flush(&mut self) -> Option<Sleeper> {
+        if !self.streaming || (self.pending.token_ids.is_empty() && self.pending.text.is_empty()) {
+            return None;
         }
+        let stream = self.stream.as_ref()?;
+        let pending = &mut self.pending;
+        if let ([token], true) = (pending.token_ids.as_slice(), self.silent == 0)
+            && pending.text.is_empty()
+            && pending.logprobs.is_empty()
+            && pending.prompt_logprobs.is_none()
+            && pending.stop_reason.is_none()
+        {
+            let sleeper = stream.send_token(pending.index, *token, std::mem::take(&mut pending.cached_tokens));
+            pending.token_ids.clear();
+            return sleeper;
+        }
+        let next = Delta { index: self.pending.index, ..Delta::default() };
+        stream.send(std::mem::replace(&mut self.pending, next), std::mem::take(&mut self.silent))
     }
 
-    /// Sends the last delta.
-    pub(crate) fn finish(&mut self, reason: FinishReason, meters: &mut Meters) {
+    /// Sends the last delta; who is to be woken for it.
+    pub(crate) fn finish(&mut self, reason: FinishReason, meters: &mut Meters) -> Option<Sleeper> {
         self.ended = true;
         if let Some(capture) = self.capture.take() {
             let answer = if reason == FinishReason::Abort {
@@ -267,7 +282,7 @@ impl RunningSequence {
             };
             // The caller may have given up waiting.
             let _ = capture.reply.send(answer);
-            return;
+            return None;
         }
         if self.failure.is_none()
             && let Some(text) = &mut self.text
@@ -277,14 +292,13 @@ impl RunningSequence {
         }
         if let (Some(error), Some(stream)) = (self.failure.take(), &self.stream) {
             meters.ended.error += 1;
-            return stream.fail(error);
+            stream.fail(error);
+            return None;
         }
         self.course.end(reason, meters);
         self.pending.timing = self.course.timing();
         self.pending.finish_reason = Some(reason);
-        if let Some(stream) = &self.stream {
-            stream.send(std::mem::take(&mut self.pending));
-        }
+        self.stream.as_ref()?.send(std::mem::take(&mut self.pending), self.silent)
     }
 
     /// Ends the request with an error.

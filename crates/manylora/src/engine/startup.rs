@@ -19,6 +19,7 @@ use manylora_model::{PackedHandle, Runner};
 
 pub use manylora_model::decoder::LoadProgress;
 
+use super::courier::{self, Courier};
 use super::device::{self, Chosen};
 use super::handle::{EngineHandle, Shared};
 use super::library::Library;
@@ -30,6 +31,7 @@ use super::worker::Worker;
 use crate::config::{DType, EngineConfig};
 use crate::error::EngineError;
 use crate::registry::Registry;
+use crate::stream::Sleeper;
 use crate::structure::Structure;
 
 /// What was decided at start. All bytes are exact.
@@ -115,6 +117,7 @@ pub(crate) struct Assembled {
     pub(crate) worker: Worker,
     pub(crate) jobs: Receiver<Job>,
     pub(crate) discarded: Receiver<PackedHandle>,
+    pub(crate) sleepers: Receiver<Vec<Sleeper>>,
     loader_threads: usize,
 }
 
@@ -255,7 +258,9 @@ fn put_together<B: Backend>(
         config.block_size,
     );
     let meters = Meters::new(info.max_model_len);
-    let worker = Worker::new(core, Box::new(decoder), library, received, step, config.max_num_seqs, meters);
+    let (courier, sleepers) = Courier::new();
+    let inputs = (received, courier);
+    let worker = Worker::new(core, Box::new(decoder), library, inputs, step, config.max_num_seqs, meters);
     let mut end_tokens: Vec<u32> = tokenizer.as_ref().and_then(Tokenizer::eos).into_iter().collect();
     for end in &info.generation.eos {
         if !end_tokens.contains(end) {
@@ -278,7 +283,7 @@ fn put_together<B: Backend>(
         commands,
         stopped: Arc::new(OnceLock::new()),
     };
-    Ok(Assembled { shared, worker, jobs: ordered, discarded, loader_threads })
+    Ok(Assembled { shared, worker, jobs: ordered, discarded, sleepers, loader_threads })
 }
 
 fn check_limits(config: &EngineConfig) -> Result<(), EngineError> {
@@ -370,7 +375,7 @@ fn engine_features(config: &EngineConfig, checkpoint: &Checkpoint) -> Vec<Engine
 }
 
 fn spawn(assembled: Assembled) -> Result<(EngineHandle, Vec<JoinHandle<()>>), EngineError> {
-    let Assembled { shared, mut worker, jobs, discarded, loader_threads } = assembled;
+    let Assembled { shared, mut worker, jobs, discarded, sleepers, loader_threads } = assembled;
     let jobs = Arc::new(Mutex::new(jobs));
     let reader = shared.reader()?;
     let mut threads = (0..loader_threads)
@@ -382,6 +387,7 @@ fn spawn(assembled: Assembled) -> Result<(EngineHandle, Vec<JoinHandle<()>>), En
     drop((jobs, reader));
     // Gives the memory of adapters back as they come.
     threads.push(thread("manylora-discard", move || discarded.into_iter().for_each(drop))?);
+    threads.push(thread("manylora-courier", move || courier::run(sleepers))?);
     let (stopped, reader) = (Arc::clone(&shared.stopped), Arc::clone(&shared.reader));
     let engine = thread("manylora-engine", move || {
         // A panic here is a bug; callers still get an error that names it instead of waiting for ever.

@@ -231,7 +231,11 @@ fn queue(shared: &Arc<Shared>, request: Checked, streaming: bool) -> Result<Requ
         move || drop(shared.send(Command::Abort(ids)))
     };
     let versions = request.holds.iter().map(|entry| (entry.info.name.clone(), entry.info.version)).collect();
-    let (sender, stream) = channel(samples, Arc::clone(&request.prompt), versions, abort);
+    // Where no stop string ends it, nothing depends on the text: whoever reads makes it.
+    let by_reader = params.detokenize && request.sampling.stops.is_empty();
+    let texts = (0..if by_reader { samples } else { 0 }).map(|_| detokenizer(shared, &request).map(Some));
+    let texts = texts.collect::<Result<Vec<_>, EngineError>>()?;
+    let (sender, stream) = channel(samples, texts, Arc::clone(&request.prompt), versions, abort);
     let sequences = ids
         .into_iter()
         .enumerate()
@@ -251,7 +255,7 @@ fn queue(shared: &Arc<Shared>, request: Checked, streaming: bool) -> Result<Requ
                 max_tokens: core.max_tokens,
                 sampler: sampler(shared, &request, key),
                 stop_tokens: stop_tokens(shared, params),
-                text: text_state(shared, &request)?,
+                text: if by_reader { None } else { text_state(shared, &request)? },
                 prompt: Arc::clone(&request.prompt),
                 prompt_logprobs,
                 adapters: request.adapters.iter().map(|adapter| adapter.registration).collect(),
@@ -316,13 +320,12 @@ fn text_state(shared: &Shared, request: &Checked) -> Result<Option<TextState>, E
     if !params.detokenize {
         return Ok(None);
     }
-    let tokenizer = shared.tokenizer()?;
-    let detokenizer = Detokenizer::after_prompt(
-        tokenizer,
-        &request.prompt,
-        params.skip_special_tokens,
-        params.spaces_between_special_tokens,
-    )?;
     let stops = StopChecker::new(Arc::clone(stops), params.include_stop_str_in_output);
-    Ok(Some(TextState { detokenizer: Some(detokenizer), stops }))
+    Ok(Some(TextState { detokenizer: Some(detokenizer(shared, request)?), stops }))
+}
+
+fn detokenizer(shared: &Shared, request: &Checked) -> Result<Detokenizer, EngineError> {
+    let params = &request.sampling.params;
+    let (skip_special, spaces) = (params.skip_special_tokens, params.spaces_between_special_tokens);
+    Ok(Detokenizer::after_prompt(shared.tokenizer()?, &request.prompt, skip_special, spaces)?)
 }

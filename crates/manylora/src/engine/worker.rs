@@ -8,13 +8,16 @@ use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
-use manylora_core::{AdapterUsers, ControlPlane, Effect, Event, SequenceOutcome, StepOutcome, StepPlan, Time};
+use manylora_core::{
+    AdapterUsers, ControlPlane, Effect, Event, RequestId, SequenceOutcome, StepOutcome, StepPlan, Time,
+};
 use manylora_kernels::LargestValues;
 use manylora_model::{ModelError, Runner};
 
 use super::EngineStats;
 use super::choice::{Chosen, Draw};
 use super::command::Command;
+use super::courier::Courier;
 use super::library::{Core, Library};
 use super::lower::LoweredStep;
 use super::meters::{LoadFailureCounts, Meters};
@@ -32,14 +35,15 @@ pub(crate) struct Worker {
     pub(super) runner: Box<dyn Runner>,
     library: Library,
     commands: Receiver<Command>,
+    courier: Courier,
     clock: Instant,
     pub(super) sequences: Sequences,
     /// Steps, and bytes of adapters that they have read.
     steps: u64,
     streamed_bytes: u64,
     pub(super) plan: StepPlan,
-    /// Where the sequences of the plan are, in its order, until the step is delivered.
-    pub(super) members: Vec<Place>,
+    /// Where the sequences of the plan are, in its order, until the next step.
+    pub(super) members: Vec<(RequestId, Place)>,
     pub(super) step: LoweredStep,
     pub(super) outcome: StepOutcome,
     pub(super) greedy: Vec<u32>,
@@ -63,7 +67,7 @@ impl Worker {
         core: ControlPlane,
         runner: Box<dyn Runner>,
         library: Library,
-        commands: Receiver<Command>,
+        (commands, courier): (Receiver<Command>, Courier),
         step: LoweredStep,
         max_num_seqs: usize,
         meters: Meters,
@@ -79,6 +83,7 @@ impl Worker {
             runner,
             library,
             commands,
+            courier,
             clock: Instant::now(),
             sequences: Sequences::default(),
             steps: 0,
@@ -242,8 +247,14 @@ impl Worker {
         }
     }
 
-    /// Carries out what the control plane wants; true if there was anything.
+    /// Carries out what the control plane wants, and wakes who has news of it; true if there was anything.
     fn carry_out_effects(&mut self) -> bool {
+        let any = self.drain_effects();
+        self.courier.wake();
+        any
+    }
+
+    fn drain_effects(&mut self) -> bool {
         let mut any = false;
         // Carrying out a load order that is already satisfied brings further effects: repeat until there are none.
         loop {
@@ -300,7 +311,7 @@ impl Worker {
             }
             Effect::Finished { request, reason } => {
                 if let Some(mut sequence) = self.sequences.remove(request) {
-                    sequence.finish(reason, &mut self.meters);
+                    self.courier.add(sequence.finish(reason, &mut self.meters));
                 }
             }
             Effect::Unloaded(registration) => self.library.unloaded(registration),
@@ -338,10 +349,17 @@ impl Worker {
         self.streamed_bytes += slots.clone().map(|slot| self.library.bytes_in(slot)).sum::<u64>();
         self.meters.step(self.steps, self.plan.tokens.len(), slots);
         let begun = Instant::now();
-        self.members.clear();
-        for planned in &self.plan.sequences {
-            let place = self.sequences.place(planned.request);
-            self.members.push(place);
+        self.members.truncate(self.plan.sequences.len());
+        for (position, planned) in self.plan.sequences.iter().enumerate() {
+            // Most are where they were in the last step.
+            let place = match self.members.get(position) {
+                Some(&(request, place)) if request == planned.request => place,
+                _ => self.sequences.place(planned.request),
+            };
+            match self.members.get_mut(position) {
+                Some(member) => *member = (planned.request, place),
+                None => self.members.push((planned.request, place)),
+            }
             if let Some(sequence) = self.sequences.at_mut(place) {
                 sequence.course.schedule(begun, planned.cached_tokens as usize, planned.preemptions);
             }
@@ -367,12 +385,13 @@ impl Worker {
 
     /// Sends what became certain. What finished is sent by the `Finished` effects of the commit.
     fn deliver(&mut self) {
-        self.carry_out_effects();
+        self.drain_effects();
         // Who has ended is gone, and nobody new is there yet.
-        for &place in &self.members {
+        for &(_, place) in &self.members {
             if let Some(sequence) = self.sequences.at_mut(place) {
-                sequence.flush();
+                self.courier.add(sequence.flush());
             }
         }
+        self.courier.wake();
     }
 }
