@@ -1,5 +1,7 @@
 //! The inputs and outputs of the control plane. A recorded trace is the log of [`Event`]s with their times.
 
+use std::sync::Arc;
+
 use serde::{Deserialize, Serialize};
 
 use crate::identity::{AdapterSlot, Digest, RegistrationId, RequestId};
@@ -32,8 +34,8 @@ pub enum Client {
 pub struct NewRequest {
     /// Chosen by the caller, never used twice.
     pub id: RequestId,
-    /// Prompt tokens; at least one.
-    pub prompt: Vec<u32>,
+    /// Prompt tokens; at least one. The samples of a request share them.
+    pub prompt: Arc<[u32]>,
     /// At most this many tokens are generated.
     pub max_tokens: usize,
     /// Lower runs first under the priority policy.

@@ -7,12 +7,13 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use axum::body::Body;
-use axum::http::HeaderMap;
+use axum::http::{HeaderMap, HeaderValue};
 use manylora::{EngineHandle, SchedulingPolicy, Share};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::auth::Keys;
-use crate::body::Bodies;
+use crate::answer::REQUEST_ID;
+use crate::body::{Bodies, Room};
 use crate::config::ServerConfig;
 use crate::error::{ApiError, ServerError};
 use crate::fields::Fields;
@@ -148,10 +149,15 @@ impl App {
         })
     }
 
+    /// Whether texts of so many bytes are encoded a few at a time.
+    pub(crate) fn is_large_text(bytes: usize) -> bool {
+        bytes > SMALL_TEXT
+    }
+
     /// Waits until texts of so many bytes may be encoded. What is given back then belongs into [`Self::blocking`]'s work, so
     /// that it lasts as long as that does, whether or not somebody waits for it.
     pub(crate) async fn encoding(&self, bytes: usize) -> Result<Option<OwnedSemaphorePermit>, ApiError> {
-        if bytes <= SMALL_TEXT {
+        if !Self::is_large_text(bytes) {
             return Ok(None);
         }
         let share = (bytes >> 10).clamp(1, MOST_ENCODED) as u32;
@@ -165,10 +171,27 @@ impl App {
         work: impl FnOnce(&Arc<Self>) -> Result<T, ApiError> + Send + 'static,
     ) -> Result<T, ApiError> {
         let app = Arc::clone(self);
-        match tokio::task::spawn_blocking(move || work(&app)).await {
+        let id = REQUEST_ID.try_with(HeaderValue::clone).ok();
+        let work = move || match id {
+            Some(id) => REQUEST_ID.sync_scope(id, || work(&app)),
+            None => work(&app),
+        };
+        match tokio::task::spawn_blocking(work).await {
             Ok(done) => done,
             Err(_) => Err(ApiError::internal("the call failed unexpectedly; please report this")),
         }
+    }
+
+    /// Takes what is needed out of the fields of a body: elsewhere, where that takes long. Also gives the room that the body
+    /// was given: to be kept as long as what is made of it.
+    pub(crate) async fn take<T: Send + 'static>(
+        self: &Arc<Self>,
+        mut fields: Fields,
+        read: impl FnOnce(&Arc<Self>, &mut Fields) -> Result<T, ApiError> + Send + 'static,
+    ) -> Result<(T, Room), ApiError> {
+        let is_large = fields.is_large();
+        let work = move |app: &Arc<Self>| Ok((read(app, &mut fields)?, fields.take_room()));
+        if is_large { self.blocking(work).await } else { work(self) }
     }
 
     /// Admits `sequences` more, unless there are too many or the server is about to end.

@@ -33,7 +33,7 @@ mod structure;
 
 pub use config::{DType, Device, EngineConfig, ReadHook};
 pub use engine::{
-    CardMemory, DeviceMemory, Distribution, Engine, EngineHandle, EngineInfo, EngineStats, LoadFailureCounts, Meters,
+    CardMemory, CheckedRequests, DeviceMemory, Distribution, Engine, EngineHandle, EngineInfo, EngineStats, LoadFailureCounts, Meters,
     NamedResident, Share, Timing, model_dimensions,
 };
 pub use error::EngineError;

@@ -121,7 +121,7 @@ const LONG: Duration = Duration::from_secs(3600);
 /// The reader's end: deltas of all samples in the order they were produced. Dropping it aborts what still runs.
 pub struct RequestStream {
     shared: Arc<Monitor<State>>,
-    prompt_token_ids: Arc<Vec<u32>>,
+    prompt_token_ids: Arc<[u32]>,
     adapter_versions: Vec<(String, Option<Digest>)>,
     on_drop: Option<Box<dyn FnOnce() + Send + Sync>>,
 }
@@ -135,7 +135,7 @@ impl std::fmt::Debug for RequestStream {
 /// Both ends of a stream of `samples` samples.
 pub(crate) fn channel(
     samples: usize,
-    prompt_token_ids: Arc<Vec<u32>>,
+    prompt_token_ids: Arc<[u32]>,
     adapter_versions: Vec<(String, Option<Digest>)>,
     on_drop: impl FnOnce() + Send + Sync + 'static,
 ) -> (StreamSender, RequestStream) {
