@@ -11,8 +11,8 @@ use axum::http::{HeaderMap, HeaderValue};
 use manylora::{EngineHandle, SchedulingPolicy, Share};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use crate::auth::Keys;
 use crate::answer::REQUEST_ID;
+use crate::auth::Keys;
 use crate::body::{Bodies, Room};
 use crate::config::ServerConfig;
 use crate::error::{ApiError, ServerError};
@@ -112,12 +112,13 @@ impl App {
 
     /// Takes the keys of a keys file in place of those before.
     pub(crate) fn replace_keys(&self, keys: Vec<ApiKey>) -> Result<(), ServerError> {
-        let (before, now) = self.keys.replace(keys)?;
-        // Who has left, and comes back, begins as everybody does.
-        for tenant in before.keys().filter(|tenant| !now.contains_key(*tenant)) {
-            self.set_weight(tenant, 1.0)?;
-        }
-        self.share(&before, &now)
+        self.keys.replace(keys, |before, now| {
+            // Who has left, and comes back, begins as everybody does.
+            for tenant in before.keys().filter(|tenant| !now.contains_key(*tenant)) {
+                self.set_weight(tenant, 1.0)?;
+            }
+            self.share(before, now)
+        })
     }
 
     /// Tells the engine what share of the service each user has now, where it was another one before.

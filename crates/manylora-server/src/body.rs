@@ -211,7 +211,8 @@ mod tests {
     use super::*;
 
     fn message(body: &str) -> String {
-        parse(body.as_bytes(), Room::default(), &Bodies::new(1 << 20).values).expect_err("not JSON").to_json()["error"]["message"]
+        parse(body.as_bytes(), Room::default(), &Bodies::new(1 << 20).values).expect_err("not JSON").to_json()["error"]
+            ["message"]
             .as_str()
             .expect("text")
             .to_owned()

@@ -225,7 +225,8 @@ pub(crate) async fn create(
         tenant: caller.tenant(),
     };
     let streaming = asked.stream.is_some();
-    let generation = Generation::start((&app, &caller, pending), vec![request], room, streaming, blame, &asked.id).await?;
+    let generation =
+        Generation::start((&app, &caller, pending), vec![request], room, streaming, blame, &asked.id).await?;
     let version = generation.version.clone();
     let mut maker = Maker {
         id: asked.id,

@@ -78,11 +78,7 @@ pub(crate) enum Fault {
 
 /// Reads a body. Fields of these names are looked at for token ids; `make_room` is asked for room for so many values in all,
 /// before they are made.
-pub(crate) fn read(
-    bytes: &[u8],
-    of_ids: &[&str],
-    make_room: &mut dyn FnMut(usize) -> bool,
-) -> Result<Document, Fault> {
+pub(crate) fn read(bytes: &[u8], of_ids: &[&str], make_room: &mut dyn FnMut(usize) -> bool) -> Result<Document, Fault> {
     let (mut values, mut refused) = (0_usize, None);
     let take = RefCell::new(|more: usize| {
         values = values.saturating_add(more);
@@ -394,7 +390,10 @@ mod tests {
     fn there_may_be_so_many_values_and_no_more() {
         let zeros = |count: usize| vec!["0"; count].join(",");
         let most = MOST_VALUES - 2;
-        assert!(matches!(read(format!(r#"{{"a":[{}]}}"#, zeros(most)).as_bytes(), &[], &mut |_| true), Ok(Document::Object(..))));
+        assert!(matches!(
+            read(format!(r#"{{"a":[{}]}}"#, zeros(most)).as_bytes(), &[], &mut |_| true),
+            Ok(Document::Object(..))
+        ));
         for text in [
             format!(r#"{{"a":[{}]}}"#, zeros(most + 1)),
             format!(r#"{{"prompt":[{},"x"]}}"#, zeros(most + 1)),
@@ -403,7 +402,11 @@ mod tests {
             format!(r#"{{"a":{{{}}}}}"#, vec![r#""":0"#; most].join(",")),
             format!("[{}]", zeros(MOST_VALUES + 1)),
         ] {
-            assert!(matches!(read(text.as_bytes(), &["prompt"], &mut |_| true), Err(Fault::TooMany)), "{}", &text[..20]);
+            assert!(
+                matches!(read(text.as_bytes(), &["prompt"], &mut |_| true), Err(Fault::TooMany)),
+                "{}",
+                &text[..20]
+            );
         }
         let (_, ids) = fields(&format!(r#"{{"prompt":[{}]}}"#, zeros(3 * MOST_VALUES)));
         assert_eq!(ids[0].1.count(), 3 * MOST_VALUES);

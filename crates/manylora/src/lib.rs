@@ -33,8 +33,8 @@ mod structure;
 
 pub use config::{DType, Device, EngineConfig, ReadHook};
 pub use engine::{
-    CardMemory, CheckedRequests, DeviceMemory, Distribution, Engine, EngineHandle, EngineInfo, EngineStats, LoadFailureCounts, Meters,
-    NamedResident, Share, Timing, model_dimensions,
+    CardMemory, CheckedRequests, DeviceMemory, Distribution, Engine, EngineHandle, EngineInfo, EngineStats,
+    LoadFailureCounts, Meters, NamedResident, Share, Timing, model_dimensions,
 };
 pub use error::EngineError;
 pub use manylora_core::eviction::EvictionPolicyKind;

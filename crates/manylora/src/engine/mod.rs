@@ -32,8 +32,8 @@ use manylora_core::{CoreStats, Digest};
 use manylora_kernels::MemoryUse;
 pub use meters::{Distribution, LoadFailureCounts, Meters, Timing};
 pub use sizes::model_dimensions;
-pub use submit::CheckedRequests;
 pub use startup::{CardMemory, EngineInfo, LoadProgress};
+pub use submit::CheckedRequests;
 
 use crate::config::EngineConfig;
 use crate::error::EngineError;
