@@ -277,3 +277,49 @@ impl Drop for Answering {
 pub(crate) fn unix_time() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use std::path::Path;
+
+    use manylora::{Device, Engine, EngineConfig};
+    use serde_json::json;
+
+    use super::*;
+
+    /// Of a server on a base of the oracle, or on one that is made of it. The engine ends when it is dropped.
+    pub(crate) fn app(base: Option<&Path>) -> (Engine, Arc<App>) {
+        let oracle = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/oracle/llama/base");
+        let engine = Engine::start(EngineConfig {
+            device: Device::Cpu,
+            kv_cache_memory_bytes: Some(1 << 20),
+            num_threads: Some(1),
+            ..EngineConfig::new(base.unwrap_or(&oracle))
+        })
+        .expect("an engine");
+        let app = App::new(engine.handle(), ServerConfig::default(), None).expect("good settings");
+        (engine, app)
+    }
+
+    #[tokio::test]
+    async fn large_bodies_are_read_where_nobody_is_served() {
+        let (_engine, app) = app(None);
+        let headers = HeaderMap::from_iter([(
+            axum::http::header::CONTENT_TYPE,
+            HeaderValue::from_static("application/json"),
+        )]);
+        let here = std::thread::current().id();
+        for (count, is_here) in [(10, true), (10_000, false)] {
+            let body = Body::from(json!({"messages": vec!["x"; count]}).to_string());
+            let fields = app.read(&headers, body).await.expect("an object");
+            let id = HeaderValue::from_static("mine");
+            let read = app.take(fields, |_, fields| {
+                let id = REQUEST_ID.try_with(HeaderValue::clone).ok();
+                Ok((fields.array("messages")?.map(|items| items.len()), std::thread::current().id(), id))
+            });
+            let ((items, thread, told), room) = REQUEST_ID.scope(id.clone(), read).await.expect("an array");
+            assert_eq!((items, thread == here, told), (Some(count), is_here, Some(id)));
+            assert_eq!(room.is_any(), !is_here);
+        }
+    }
+}

@@ -219,3 +219,79 @@ impl Generation {
         Ok(all)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use manylora::StructuredOutputs;
+
+    use super::*;
+    use crate::app::tests::app;
+    use crate::metrics::Rejection;
+
+    /// The oracle's base, with a tokenizer of which nothing is known but what it makes of a text: no text is too long for it.
+    fn base_without_reach() -> tempfile::TempDir {
+        let oracle = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/oracle/llama/base");
+        let folder = tempfile::tempdir().expect("a folder");
+        for file in std::fs::read_dir(oracle).expect("the oracle") {
+            let file = file.expect("a file").path();
+            std::fs::copy(&file, folder.path().join(file.file_name().expect("a name"))).expect("a copy");
+        }
+        let place = folder.path().join("tokenizer.json");
+        let text = std::fs::read_to_string(&place).expect("a tokenizer");
+        let mut tokenizer: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+        let before = tokenizer["normalizer"].take();
+        let all = [serde_json::json!({"type": "StripAccents"}), before];
+        let all: Vec<_> = all.into_iter().filter(|one| !one.is_null()).collect();
+        tokenizer["normalizer"] = serde_json::json!({"type": "Sequence", "normalizers": all});
+        std::fs::write(place, tokenizer.to_string()).expect("a tokenizer");
+        folder
+    }
+
+    fn request(bytes: usize, regex: &str) -> GenerateRequest {
+        let regex = Some(regex.to_owned());
+        let structured_outputs = Some(StructuredOutputs { regex, ..StructuredOutputs::default() });
+        GenerateRequest::text("x ".repeat(bytes / 2))
+            .params(SamplingParams { structured_outputs, ..SamplingParams::default() })
+    }
+
+    #[tokio::test]
+    async fn who_encodes_a_text_waits_for_nobodys_grammar() {
+        let base = base_without_reach();
+        let (_engine, app) = app(Some(base.path()));
+        let caller = Caller::default();
+        let submit = async |request: GenerateRequest| {
+            let pending = app.admit(&caller, 1).expect("room");
+            let requests = vec![request];
+            let account = Account::open(&app, &requests, "x");
+            let submitted = submit((&app, &caller, pending), requests, Room::default(), account, false).await;
+            submitted.map(drop).map_err(|error| error.to_json()["error"]["message"].to_string())
+        };
+        // Somebody encodes as much as may be encoded at once.
+        let all = app.encoding(usize::MAX).await.expect("a permit");
+        let told = submit(request(100_000, "(")).await.expect_err("no regular expression");
+        assert!(told.contains("structured_outputs.regex"), "{told}");
+        // A small one waits for nothing, and is found too long for it once it is encoded.
+        let told = submit(request(2000, "x")).await.expect_err("too many tokens");
+        assert!(told.contains("maximum context length"), "{told}");
+        let waiting = submit(request(100_000, "x"));
+        tokio::pin!(waiting);
+        let soon = tokio::time::Duration::from_millis(300);
+        assert!(tokio::time::timeout(soon, &mut waiting).await.is_err(), "it was not encoded");
+        drop(all);
+        let told = waiting.await.expect_err("too many tokens");
+        assert!(told.contains("maximum context length"), "{told}");
+    }
+
+    #[tokio::test]
+    async fn a_request_that_is_turned_away_for_a_while_is_counted() {
+        let (_engine, app) = app(None);
+        let blame = Blame { prompt: "prompt", structure: "response_format" };
+        let counted = || app.metrics.rejections().series()[Rejection::StructuredOutputs as usize].1;
+        let before = counted();
+        let error = blame.put(&app, EngineError::Busy("later".to_owned()).into());
+        assert!(error.is_unavailable());
+        assert_eq!(counted(), before + 1);
+        let error = blame.put(&app, EngineError::StructuredOutputs("no".to_owned()).into());
+        assert_eq!((counted(), &error.to_json()["error"]["param"]), (before + 1, &"response_format".into()));
+    }
+}

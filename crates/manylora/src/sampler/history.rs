@@ -160,3 +160,27 @@ pub fn bad_word_sequences(
     }
     Ok(sequences.into_iter().collect())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn samples_share_what_penalties_need_of_their_prompt() {
+        let params = SamplingParams { repetition_penalty: 2.0, frequency_penalty: 0.5, ..SamplingParams::default() };
+        let prompt = PromptTokens::new(&params, &[3, 1, 3, 1, 9]);
+        let mut samples = [(); 3].map(|()| Penalties::new(&params, &prompt).expect("penalties"));
+        let shared = prompt.0.as_ref().expect("a penalty needs them");
+        assert_eq!((&**shared, Arc::strong_count(shared)), (&[1, 3, 9][..], 4));
+        for sample in &mut samples {
+            sample.count(3);
+            sample.count(2);
+        }
+        let mut logits = [1.0_f32, 1.0, 1.0, -1.0, 1.0];
+        samples[0].apply(&mut logits);
+        assert_eq!(logits, [1.0, 0.5, 0.0, -2.5, 1.0]);
+        // Where no penalty applies to a prompt nothing of it is kept.
+        let other = SamplingParams { presence_penalty: 1.0, ..SamplingParams::default() };
+        assert_eq!(PromptTokens::new(&other, &[3, 1]), PromptTokens::NONE);
+    }
+}
