@@ -311,8 +311,8 @@ def _entries(root: Path) -> list[_Entry]:
 def prune(limit: int) -> None:
     """Remove entries that nobody uses until there are no more than `limit` bytes, those first that are longest unused.
 
-    An entry is in use while an engine of some process may read it, and some minutes before and after. 0 = no limit. What
-    was fetched is good whether or not there is room for it: a cache that cannot be changed is warned of.
+    An entry is in use while an engine of some process may read it, and some minutes before and after. 0 = no limit.
+    What was fetched is good whether or not there is room for it: a cache that cannot be changed is warned of.
     """
     root = adapters_dir()
     if not limit or not root.exists():

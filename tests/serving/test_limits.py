@@ -15,7 +15,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from .conftest import ADAPTERS, PROMPT, Server, StartServer
+from .conftest import PROMPT, Server, StartServer
 from .test_bad_requests import HEAD, JSON, connect, wait_for_no_load
 from .test_metrics import Page, until
 

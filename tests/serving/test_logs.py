@@ -52,8 +52,8 @@ def test_each_request_is_told_where_that_is_asked_for(start_server: StartServer)
     usage = answer.json()["usage"]
     assert {name: line[name] for name in line if name not in ("timestamp", "time_to_first_token", "seconds")} == {
         "level": "INFO", "message": "request", "target": "manylora_server::metrics::account", "request_id": "mine-1",
-        "answer_id": answer.json()["id"], "model": "alpha", "adapter_version": version, "samples": 2, "prompt_tokens": usage["prompt_tokens"],
-        "generation_tokens": 10, "finish_reason": "length",
+        "answer_id": answer.json()["id"], "model": "alpha", "adapter_version": version, "samples": 2,
+        "prompt_tokens": usage["prompt_tokens"], "generation_tokens": 10, "finish_reason": "length",
     }  # fmt: skip
     assert 0 < line["time_to_first_token"] <= line["seconds"]
     # One that has no id of its own gets one, which the answer has too; one that is refused is not told of.
