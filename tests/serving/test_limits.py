@@ -247,7 +247,7 @@ def test_lists_have_bounds_over_all_sequences(new_server: Server) -> None:
         assert "67108864" in message(answer)
     answer = new_server.complete(cache_salt="x" * 1025)
     assert answer.status_code == 400
-    assert "`1025` bytes" in message(answer)
+    assert "`1025` characters" in message(answer)
     # Before they are made.
     answer = new_server.complete(prompt=["x"] * 500_000)
     assert answer.status_code == 400

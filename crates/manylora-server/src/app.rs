@@ -292,6 +292,8 @@ pub(crate) mod tests {
         let oracle = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/oracle/llama/base");
         let engine = Engine::start(EngineConfig {
             device: Device::Cpu,
+            enable_lora: true,
+            max_lora_rank: 64,
             kv_cache_memory_bytes: Some(1 << 20),
             num_threads: Some(1),
             ..EngineConfig::new(base.unwrap_or(&oracle))

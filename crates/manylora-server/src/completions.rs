@@ -27,7 +27,7 @@ use crate::target::{self, Target};
 
 /// Tokens that a completion has when nothing is said.
 const DEFAULT_MAX_TOKENS: usize = 16;
-/// Bytes of a salt, which each sequence has for itself.
+/// Characters of a salt, which each sequence has for itself.
 const LONGEST_SALT: usize = 1024;
 /// Bytes that a token of a prompt may take where an answer repeats it.
 const REPEATED_TOKEN: usize = 8;
@@ -167,9 +167,9 @@ pub(crate) fn cache_salt(fields: &mut Fields) -> Result<Option<String>, ApiError
         Some(salt) if salt.is_empty() => {
             Err(ApiError::bad_request("`cache_salt` must be a non-empty string if provided").about("cache_salt"))
         }
-        Some(salt) if salt.len() > LONGEST_SALT => Err(ApiError::bad_request(format!(
-            "`cache_salt` has `{}` bytes, and may have {LONGEST_SALT}: send a digest of it",
-            salt.len()
+        Some(salt) if salt.chars().count() > LONGEST_SALT => Err(ApiError::bad_request(format!(
+            "`cache_salt` has `{}` characters, and may have {LONGEST_SALT}: send a digest of it",
+            salt.chars().count()
         ))
         .about("cache_salt")),
         salt => Ok(salt),

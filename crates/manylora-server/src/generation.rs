@@ -226,6 +226,7 @@ mod tests {
 
     use super::*;
     use crate::app::tests::app;
+    use crate::keys::User;
     use crate::metrics::Rejection;
 
     /// The oracle's base, with a tokenizer of which nothing is known but what it makes of a text: no text is too long for it.
@@ -280,6 +281,23 @@ mod tests {
         drop(all);
         let told = waiting.await.expect_err("too many tokens");
         assert!(told.contains("maximum context length"), "{told}");
+    }
+
+    #[tokio::test]
+    async fn a_48_who_named_what_went_meanwhile_is_told_nothing_of_others() {
+        let (engine, app) = app(None);
+        let adapter = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/oracle/llama/adapters/beta");
+        engine.register_adapter(manylora::AdapterSource::directory("secret", adapter)).expect("a good one");
+        let key = r#"{"name": "one", "key": "k", "adapters": ["mine"], "base": false}"#;
+        let user = User::named(serde_json::from_str(key).expect("a key"), None).expect("a good key");
+        let caller = Caller(Some(Arc::new(user)));
+        let requests = vec![GenerateRequest::tokens([5]).adapter("mine")];
+        let account = Account::open(&app, &requests, "x");
+        let pending = app.admit(&caller, 1).expect("room");
+        let submitted = submit((&app, &caller, pending), requests, Room::default(), account, false).await;
+        let told = submitted.map(drop).expect_err("it is not there").to_json().to_string();
+        assert!(told.contains("The model `mine` does not exist.") && told.contains("404"), "{told}");
+        assert!(!told.contains("secret"), "{told}");
     }
 
     #[tokio::test]

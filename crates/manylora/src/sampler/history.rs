@@ -166,6 +166,17 @@ mod tests {
     use super::*;
 
     #[test]
+    fn of_many_words_those_are_looked_at_that_can_end_now() {
+        let words: Vec<Vec<u32>> = (0..4000).map(|word| vec![word, word + 1, word + 2, 9]).collect();
+        let mut bad = BadWords::new(&words);
+        assert!(bad.longer.values().all(|begun| begun.len() == 1));
+        for (token, banned) in [(7, vec![]), (8, vec![]), (9, vec![9]), (10, vec![9]), (1, vec![])] {
+            bad.record(token);
+            assert_eq!(bad.banned().collect::<Vec<_>>(), banned, "{token}");
+        }
+    }
+
+    #[test]
     fn samples_share_what_penalties_need_of_their_prompt() {
         let params = SamplingParams { repetition_penalty: 2.0, frequency_penalty: 0.5, ..SamplingParams::default() };
         let prompt = PromptTokens::new(&params, &[3, 1, 3, 1, 9]);
