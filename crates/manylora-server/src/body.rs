@@ -19,6 +19,9 @@ const STEP: usize = 64 << 10;
 /// Values of which everybody may have as many, and for which room is taken at a time beyond that. One takes some 70 bytes.
 const FEW_VALUES: usize = 4 << 10;
 const VALUES_STEP: usize = 1 << 10;
+/// Large bodies that are parsed at a time: as many as there is room for whatever they have, so that of those that come
+/// together not each takes some of the room and none enough.
+const PARSED_AT_ONCE: usize = 2;
 /// Bytes of large bodies that may be there at once, whatever one may have.
 const LEAST_ROOM: usize = 8 << 20;
 /// Fields that may be token ids: of prompts, and of what is to be text.
@@ -81,6 +84,7 @@ pub(crate) struct Bodies {
     most: usize,
     bytes: Store,
     values: Store,
+    parsing: Arc<Semaphore>,
 }
 
 impl Bodies {
@@ -89,7 +93,8 @@ impl Bodies {
         Self {
             most,
             bytes: Store::new(most.saturating_mul(2).max(LEAST_ROOM), STEP, SMALL),
-            values: Store::new(2 * json::MOST_VALUES, VALUES_STEP, FEW_VALUES),
+            values: Store::new(PARSED_AT_ONCE * json::MOST_VALUES, VALUES_STEP, FEW_VALUES),
+            parsing: Arc::new(Semaphore::new(PARSED_AT_ONCE)),
         }
     }
 
@@ -112,9 +117,15 @@ impl Bodies {
             return parse(&bytes, room, &self.values);
         }
         // It takes long, and whoever has a stream is served by the same threads.
+        let failed = || ApiError::internal("reading the body failed unexpectedly; please report this");
+        let turn = Arc::clone(&self.parsing).acquire_owned().await.map_err(|_| failed())?;
         let values = self.values.clone();
-        let parsed = tokio::task::spawn_blocking(move || parse(&bytes, room, &values)).await;
-        parsed.unwrap_or_else(|_| Err(ApiError::internal("reading the body failed unexpectedly; please report this")))
+        let work = move || {
+            let parsed = parse(&bytes, room, &values);
+            drop(turn);
+            parsed
+        };
+        tokio::task::spawn_blocking(work).await.unwrap_or_else(|_| Err(failed()))
     }
 
     fn too_large(&self) -> ApiError {
@@ -283,13 +294,22 @@ mod tests {
         for values in [most, SMALL / 2 - 100] {
             assert_eq!(read(values).await.expect_err("no room").to_json()["error"]["code"], 503);
         }
-        let few = read(FEW_VALUES).await.expect("as many as everybody may have");
-        assert!(!few.is_large() && first.is_large());
-        drop((first, second));
         // They are freed elsewhere.
-        while bodies.values.left.available_permits() < 2 * most / VALUES_STEP {
-            tokio::task::yield_now().await;
-        }
+        let freed = async || {
+            while bodies.values.left.available_permits() < 2 * most / VALUES_STEP {
+                tokio::task::yield_now().await;
+            }
+        };
+        drop((first, second));
+        freed().await;
+        // Of those that come at once as many are read as there is room for.
+        let all = futures_util::future::join_all((0..8).map(|_| read(most))).await;
+        let (good, refused): (Vec<_>, Vec<_>) = all.into_iter().partition(Result::is_ok);
+        assert_eq!((good.len(), refused.len()), (2, 6));
+        let few = read(FEW_VALUES).await.expect("as many as everybody may have");
+        assert!(!few.is_large() && good.iter().flatten().all(Fields::is_large));
+        drop(good);
+        freed().await;
         read(most).await.expect("room again");
     }
 

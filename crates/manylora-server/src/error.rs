@@ -293,7 +293,7 @@ mod tests {
     #[test]
     fn who_waits_too_long_for_a_grammar_is_to_come_back() {
         let error = ApiError::from(EngineError::Busy("`64` requests wait".to_owned()));
-        assert_eq!(error.rejection(), Some(Rejection::StructuredOutputs));
+        assert!(matches!(error.rejection(), Some(Rejection::StructuredOutputs)));
         let response = error.into_response();
         assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
         assert_eq!(response.headers()[header::RETRY_AFTER], "1");
