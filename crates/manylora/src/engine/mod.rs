@@ -40,6 +40,7 @@ pub use phases::{Phase, PhaseSeconds};
 pub use processor::ProcessorBytes;
 pub use sizes::model_dimensions;
 pub use startup::{CardMemory, EngineInfo, LoadProgress};
+pub use submit::CheckedRequests;
 
 use crate::config::EngineConfig;
 use crate::error::EngineError;
