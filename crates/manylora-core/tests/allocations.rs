@@ -73,7 +73,7 @@ fn control_plane() -> ControlPlane {
         max_deferred_steps: 20,
         max_loading: None,
     })
-    .unwrap()
+    .expect("the limits are good")
 }
 
 #[test]

@@ -306,10 +306,8 @@ pub(crate) mod tests {
     #[tokio::test]
     async fn large_bodies_are_read_where_nobody_is_served() {
         let (_engine, app) = app(None);
-        let headers = HeaderMap::from_iter([(
-            axum::http::header::CONTENT_TYPE,
-            HeaderValue::from_static("application/json"),
-        )]);
+        let headers =
+            HeaderMap::from_iter([(axum::http::header::CONTENT_TYPE, HeaderValue::from_static("application/json"))]);
         let here = std::thread::current().id();
         for (count, is_here) in [(10, true), (10_000, false)] {
             let body = Body::from(json!({"messages": vec!["x"; count]}).to_string());

@@ -211,7 +211,7 @@ impl<'a, O: Observer> VirtualEngine<'a, O> {
             Time(self.now),
             Event::Submit(NewRequest {
                 id,
-                prompt: LiveRequests::prompt(id, request),
+                prompt: LiveRequests::prompt(id, request).into(),
                 max_tokens: request.output_tokens as usize,
                 priority: request.priority,
                 cache_salt: None,
