@@ -58,6 +58,7 @@ lint: $(STAMPS)/tools
 	$(CARGO) fmt --all --check
 	$(CARGO) fmt --check --manifest-path fuzz/Cargo.toml
 	$(CARGO) clippy --release --workspace --all-targets --locked -- -D warnings
+	$(CARGO) clippy $(WITH_CUDA) --all-targets -- -D warnings
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/typos
@@ -87,7 +88,6 @@ $(STAMPS)/nvcc: $(STAMPS)/venv kernels/requirements.txt
 test-cuda: $(STAMPS)/nvcc
 	$(MAKE) -j$(CORES) -C kernels OUT="$(KERNELS)" NVCC="$(NVCC)" CHECKED=--small emu-asan emu emu-check registers \
 		test-emu-plain test-emu-check test-kernels-asan test-kernels-check test-kernels
-	$(IMAGES) $(CARGO) clippy $(WITH_CUDA) --all-targets -- -D warnings
 	$(EMULATED) $(CARGO) test $(WITH_CUDA) --test cuda_driver --test cuda_backend --test cuda_logits --test cuda_engine
 	$(IMAGES) $(CARGO) test --release -p manylora-kernels --features cuda --locked --lib cuda::
 	$(EMULATED) MANYLORA_CUDA_LIBRARY="$(KERNELS)/libcuda.so" MANYLORA_CUBLASLT_LIBRARY="$(KERNELS)/libcublasLt.so" \
