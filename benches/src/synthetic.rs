@@ -81,6 +81,8 @@ impl Shape {
             vocabulary: self.vocab as u64,
             tied: self.tied,
             attention_bias: true,
+            output_bias: false,
+            mlp_bias: false,
             head_norm: false,
         }
     }
@@ -138,6 +140,16 @@ struct Tensor {
     constant: Option<f32>,
 }
 
+impl Tensor {
+    fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    fn bytes(&self) -> usize {
+        2 * self.elements()
+    }
+}
+
 /// An error that says of which file: a full disk is one among several.
 fn of(path: &Path) -> impl Fn(io::Error) -> io::Error {
     move |error| io::Error::new(error.kind(), format!("{}: {error}", path.display()))
@@ -158,7 +170,7 @@ fn write_tensors(path: &Path, tensors: &[Tensor], seed: u64) -> io::Result<()> {
     let mut header = serde_json::Map::new();
     let mut offset = 0;
     for tensor in tensors {
-        let end = offset + 2 * tensor.shape.iter().product::<usize>();
+        let end = offset + tensor.bytes();
         let entry = serde_json::json!({ "dtype": "BF16", "shape": tensor.shape, "data_offsets": [offset, end] });
         header.insert(tensor.name.clone(), entry);
         offset = end;
@@ -169,7 +181,7 @@ fn write_tensors(path: &Path, tensors: &[Tensor], seed: u64) -> io::Result<()> {
     file.write_all(&header)?;
     let mut random = Random(seed);
     for tensor in tensors {
-        for _ in 0..tensor.shape.iter().product::<usize>() {
+        for _ in 0..tensor.elements() {
             match tensor.constant {
                 Some(value) => file.write_all(&((value.to_bits() >> 16) as u16).to_le_bytes())?,
                 None => file.write_all(&random.bf16(tensor.scale))?,
@@ -211,6 +223,11 @@ fn model_tensors(shape: &Shape) -> Vec<Tensor> {
 
 /// Writes a model folder, unless it is there already.
 pub fn model(folder: &Path, shape: &Shape) -> io::Result<()> {
+    model_in_files(folder, shape, 1)
+}
+
+/// As [`model`], its weights in `files` files of about the same size with an index.
+pub fn model_in_files(folder: &Path, shape: &Shape, files: usize) -> io::Result<()> {
     let config = serde_json::json!({
         "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": shape.vocab,
         "hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "num_hidden_layers": shape.layers,
@@ -230,8 +247,32 @@ pub fn model(folder: &Path, shape: &Shape) -> io::Result<()> {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(of(&path)(error)),
         _ => {}
     }
-    write(&folder.join("model.safetensors"), &model_tensors(shape), 0x9E37_79B9_7F4A_7C15)?;
+    write_weights(folder, model_tensors(shape), files)?;
     write_last(&path, &config)
+}
+
+fn write_weights(folder: &Path, mut tensors: Vec<Tensor>, files: usize) -> io::Result<()> {
+    const SEED: u64 = 0x9E37_79B9_7F4A_7C15;
+    if files == 1 {
+        return write(&folder.join("model.safetensors"), &tensors, SEED);
+    }
+    let share = tensors.iter().map(Tensor::bytes).sum::<usize>().div_ceil(files);
+    let mut places = serde_json::Map::new();
+    for file in 1..=files {
+        let name = format!("model-{file:05}-of-{files:05}.safetensors");
+        let mut bytes = 0;
+        let full = |tensor: &Tensor| {
+            let full = bytes >= share;
+            bytes += tensor.bytes();
+            full
+        };
+        let rest = tensors.split_off(tensors.iter().position(full).unwrap_or(tensors.len()));
+        places.extend(tensors.iter().map(|tensor| (tensor.name.clone(), name.clone().into())));
+        write(&folder.join(&name), &tensors, SEED.wrapping_mul(file as u64))?;
+        tensors = rest;
+    }
+    let path = folder.join("model.safetensors.index.json");
+    fs::write(&path, serde_json::to_vec_pretty(&serde_json::json!({ "weight_map": places }))?).map_err(of(&path))
 }
 
 /// Writes a PEFT folder with factors on all linear maps, unless it is there already.
@@ -274,9 +315,7 @@ mod tests {
     /// Of its configuration and its weights' index: 7,615,616,512 parameters in two bytes each.
     #[test]
     fn seven_billion_has_the_bytes_of_qwen_2_5() {
-        let bytes = |shape: &Shape| -> usize {
-            2 * model_tensors(shape).iter().map(|tensor| tensor.shape.iter().product::<usize>()).sum::<usize>()
-        };
+        let bytes = |shape: &Shape| -> usize { model_tensors(shape).iter().map(Tensor::bytes).sum() };
         assert_eq!(bytes(&Shape::SEVEN_BILLION), 15_231_233_024);
         // The smaller one, whose embedding is the head, has 494,032,768.
         assert_eq!(bytes(&Shape::HALF_BILLION), 2 * 494_032_768);

@@ -14,6 +14,7 @@ from manylora.inputs import TextPrompt, TokensPrompt
 from manylora.llm import LLM
 from manylora.lora.request import LoRARequest
 from manylora.outputs import CompletionOutput, Logprob, RequestOutput
+from manylora.planning import Plan, plan
 from manylora.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "LoRARequest",
     "Logprob",
     "ManyLoRAError",
+    "Plan",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
@@ -36,4 +38,5 @@ __all__ = [
     "TokensPrompt",
     "ValidationError",
     "__version__",
+    "plan",
 ]

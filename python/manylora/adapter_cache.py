@@ -150,19 +150,26 @@ class _OwnList:
         self.process = os.getpid()
         # None: an engine reads it. Else when it was fetched, or found to be used no more.
         self.since: dict[str, float | None] = {}
-        self.file = self._open(root / _USERS)
+        self.users = root / _USERS
+        self.path, self.file = self._open()
 
-    @staticmethod
-    def _open(users: Path) -> IO[str]:
-        users.mkdir(parents=True, exist_ok=True)
+    def _open(self) -> tuple[Path, IO[str]]:
+        self.users.mkdir(parents=True, exist_ok=True)
         while True:
-            path = users / uuid.uuid4().hex
+            path = self.users / uuid.uuid4().hex
             file = path.open("a")
             fcntl.flock(file, fcntl.LOCK_EX)
             if path.exists():
-                return file
+                return path, file
             # Before it was locked, it looked like that of a process which has ended.
             file.close()
+
+    def restore(self) -> None:
+        """Make the file again where somebody has removed it."""
+        if not self.path.exists():
+            self.file.close()
+            self.path, self.file = self._open()
+            self._write()
 
     def add(self, name: str) -> None:
         self.since[name] = time.monotonic()
@@ -181,13 +188,17 @@ class _OwnList:
             elif since is not None and now - since >= _LINGERS:
                 del self.since[name]
         self.since |= dict.fromkeys(read)
+        self._write()
+
+    def _write(self) -> None:
         self.file.truncate(0)
         self.file.write("".join(f"{name}\n" for name in self.since))
         self.file.flush()
 
 
 # Engines of this process.
-USERS: weakref.WeakSet[User] = weakref.WeakSet()
+_users: weakref.WeakSet[User] = weakref.WeakSet()
+_users_lock = threading.Lock()
 _lists: dict[Path, _OwnList] = {}
 _lists_lock = threading.Lock()
 # How many do not want anything to be removed.
@@ -199,7 +210,14 @@ def _own_list(root: Path) -> _OwnList:
     if own is None or own.process != os.getpid():
         # A child has a list of its own.
         own = _lists[root] = _OwnList(root)
+    own.restore()
     return own
+
+
+def add_user(user: User) -> None:
+    """Let nothing be removed that an engine of this process may read, for as long as there is the engine."""
+    with _users_lock:
+        _users.add(user)
 
 
 def _use(folder: Path) -> None:
@@ -214,16 +232,19 @@ def is_still_there(folder: Path) -> bool:
     root = adapters_dir()
     if root not in folder.parents:
         return folder.exists()
+    if not (folder / _SOURCE).exists():
+        return False
     name = f"{folder.parent.name}/{folder.name}"
     with _lists_lock:
         since = _own_list(root).since.get(name, -math.inf)
         if since is None or time.monotonic() - since < _LINGERS / 2:
             return True
-    with _locked(folder.parent / _LOCK):
-        is_there = (folder / _SOURCE).exists()
-        if is_there:
+    # It may go meanwhile, and its place with it.
+    with contextlib.suppress(FileNotFoundError), _locked(folder.parent / _LOCK):
+        if (folder / _SOURCE).exists():
             _use(folder)
-    return is_there
+            return True
+    return False
 
 
 @contextlib.contextmanager
@@ -241,7 +262,9 @@ def left_alone() -> Iterator[None]:
 
 def _read_by_engines(root: Path) -> set[str]:
     root = root.resolve()
-    folders = (Path(folder).resolve() for user in list(USERS) for folder in user.adapter_folders())
+    with _users_lock:
+        users = list(_users)
+    folders = (Path(folder).resolve() for user in users for folder in user.adapter_folders())
     return {folder.relative_to(root).as_posix() for folder in folders if folder.is_relative_to(root)}
 
 
@@ -249,7 +272,8 @@ def _in_use(root: Path) -> set[str]:
     """Entries that processes use; what is left of those that have ended is removed."""
     used: set[str] = set()
     for path in (root / _USERS).glob("*"):
-        with contextlib.suppress(FileNotFoundError), path.open() as file:
+        with contextlib.suppress(FileNotFoundError), path.open("r+") as file:
+            # For writing: where a lock is emulated, as over NFS, it takes that.
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -288,10 +312,21 @@ def prune(limit: int) -> None:
     """Remove entries that nobody uses until there are no more than `limit` bytes, those first that are longest unused.
 
     An entry is in use while an engine of some process may read it, and some minutes before and after. 0 = no limit.
+    What was fetched is good whether or not there is room for it: a cache that cannot be changed is warned of.
     """
     root = adapters_dir()
     if not limit or not root.exists():
         return
+    try:
+        _prune(root, limit)
+    except OSError as error:
+        logger.warning(
+            "the cache of fetched adapters `%s` could not be brought down to %.1f MiB (lora_cache_bytes): %s",
+            root, limit / _MIB, error,
+        )  # fmt: skip
+
+
+def _prune(root: Path, limit: int) -> None:
     # Where another process does it, that is enough.
     with contextlib.suppress(BlockingIOError), _locked(root / ".pruning", wait=False):
         read = _read_by_engines(root)

@@ -329,7 +329,7 @@ LORA = (
         "lora_root",
         None,
         Kind.PATHS,
-        "folder(s) that adapters must lie in (the hub cache counts); None = any",
+        "folder(s) that adapters must lie in (what was fetched from the hub or a URL counts); None = any",
         ours=True,
     ),
     _honoured(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora import hub
+from manylora.adapter_cache import adapters_dir
 from manylora.arguments import ARGUMENTS, BY_NAME, Argument, Kind, Treatment
 from manylora.exceptions import ValidationError
 
@@ -199,4 +200,4 @@ def _template(template: str | None) -> str | None:
 def _roots(roots: list[str] | None) -> list[str] | None:
     if roots is None:
         return None
-    return [str(Path(item).expanduser().absolute()) for item in roots] + [str(hub.hub_cache())]
+    return [str(Path(item).expanduser().absolute()) for item in roots] + [str(hub.hub_cache()), str(adapters_dir())]

@@ -114,7 +114,8 @@ LISTENING = (
         "max_body_bytes",
         32 << 20,
         Kind.COUNT,
-        "largest body of a request (the default is 32 MiB); large ones come to twice that together",
+        "largest body of a request (the default is 32 MiB); large ones come to twice that together, and to 2,097,152 "
+        "values",
         ours=True,
     ),
     _honoured(

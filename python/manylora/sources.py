@@ -6,7 +6,7 @@ is when the place it came from changes. Files are digested when they arrive and 
 A URL that ends in `#sha256=TENSORS&config=CONFIG`, the digests of `adapter_model.safetensors` and of
 `adapter_config.json`, stands for that content only: anything else is refused, and what is in the cache is used without
 asking anybody. `#sha256=TENSORS` alone says nothing of the configuration, which decides what the adapter does, too: the
-place is asked for the one that it has, and the URL is refused once there have been two.
+place is asked for the one that it has, and the URL is refused as long as the cache has two.
 """
 
 from __future__ import annotations

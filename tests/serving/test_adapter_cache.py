@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from manylora import LLM, LoRARequest, adapter_cache, sources
+from manylora import LLM, AdapterError, LoRARequest, adapter_cache, sources
 
 from .conftest import ADAPTERS
 from .test_sources import CONFIG, TENSORS
@@ -143,6 +143,49 @@ def test_what_an_engine_may_read_stays(place: Callable[[str], str], make_engine:
     adapter_cache.prune(1)
     adapter_cache.prune(1)
     assert not alpha.exists()
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_cache_that_cannot_be_changed_fails_nobody(
+    place: Callable[[str], str], cache: Path, make_engine: Callable[..., LLM], caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder,) = fetched(place, "alpha")
+    # As where the cache is another user's, or read-only.
+    (cache / ".pruning").mkdir()
+    with caplog.at_level(logging.WARNING, "manylora"):
+        adapter_cache.prune(1)
+    (message,) = caplog.messages
+    assert message.startswith(f"the cache of fetched adapters `{cache}` could not be brought down to ")
+    assert folder.exists()
+    # Nothing was fetched for it, nor need anything go.
+    llm = make_engine(lora_cache_bytes=1)
+    assert llm.llm_engine.register_loras([LoRARequest("a", 1, str(ADAPTERS / "alpha"))]) == {}
+    assert llm.llm_engine.add_lora(LoRARequest("b", 2, place("beta")))
+
+
+def test_what_somebody_removed_by_hand_is_fetched_again(
+    place: Callable[[str], str], cache: Path, make_engine: Callable[..., LLM]
+) -> None:
+    llm, url = make_engine(), place("alpha")
+    assert llm.llm_engine.register_loras([LoRARequest("a", 1, url)]) == {}
+    (alpha,) = [Path(record.path or "") for record in llm._core.list_adapters()]
+    shutil.rmtree(cache)
+    assert not adapter_cache.is_still_there(alpha)
+    assert llm.llm_engine.remove_lora(1)
+    assert llm.llm_engine.register_loras([LoRARequest("a", 1, url)]) == {}
+    assert alpha.exists()
+    # What is in use is told to others again, too.
+    (users,) = (cache / ".users").iterdir()
+    assert users.read_text().split() == [f"{alpha.parent.name}/{alpha.name}"]
+
+
+def test_an_adapter_that_was_fetched_lies_where_adapters_may(
+    place: Callable[[str], str], make_engine: Callable[..., LLM]
+) -> None:
+    llm = make_engine(lora_root=str(ADAPTERS))
+    assert llm.llm_engine.add_lora(LoRARequest("a", 1, place("alpha")))
+    with pytest.raises(AdapterError, match="lies outside"):
+        llm.llm_engine.add_lora(LoRARequest("b", 2, place("beta").removeprefix("file://")))
 
 
 @pytest.mark.usefixtures("hasty")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import random
 import threading
 import time
@@ -13,18 +15,35 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from .conftest import ADAPTERS, PROMPT, Server, StartServer
+from .conftest import PROMPT, Server, StartServer
 from .test_bad_requests import HEAD, JSON, connect, wait_for_no_load
-from .test_metrics import Page
+from .test_metrics import Page, until
 
 MIB = 1 << 20
+SMOLLM2 = os.environ.get("MANYLORA_SMOLLM2", "")
 # What a server may take beyond what it has, whatever comes: room for the bodies, and for what is made of them.
 SPARE = 400 * MIB
 
 
-def peak(server: Server) -> int:
+def memory(server: Server, field: str) -> int:
     status = Path(f"/proc/{server.process.pid}/status").read_text()
-    return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM"))
+    return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith(f"{field}:"))
+
+
+@contextlib.contextmanager
+def little_is_taken(server: Server) -> Iterator[None]:
+    """Let nothing take more than may be taken. The server must be new: what it has given back it takes again unseen."""
+    # The highest of what it has had is what it has now.
+    Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")
+    before = memory(server, "VmRSS")
+    yield
+    taken = memory(server, "VmHWM") - before
+    assert taken < SPARE, f"{taken / MIB:.0f} MiB"
+
+
+@pytest.fixture
+def new_server(start_server: StartServer) -> Server:
+    return start_server("--lora-modules", "alpha=alpha", "beta=beta")
 
 
 def message(answer: httpx.Response) -> str:
@@ -33,23 +52,22 @@ def message(answer: httpx.Response) -> str:
 
 
 @contextlib.contextmanager
-def asking(server: Server) -> Iterator[list[float]]:
-    """Ask for short answers all the time; what comes out is how long each took."""
-    took: list[float] = []
+def asking(server: Server) -> Iterator[list[str]]:
+    """Ask for short answers all the time; what comes out is what they were."""
+    texts: list[str] = []
     is_over = threading.Event()
 
     def ask() -> None:
         with httpx.Client(base_url=server.url, timeout=60) as client:
             while not is_over.is_set():
-                start = time.monotonic()
                 answer = client.post("/v1/completions", json={"model": "alpha", "prompt": PROMPT, "max_tokens": 2})
                 assert answer.status_code == 200, answer.text
-                took.append(time.monotonic() - start)
+                texts.append(answer.json()["choices"][0]["text"])
 
     thread = threading.Thread(target=ask)
     thread.start()
     try:
-        yield took
+        yield texts
     finally:
         is_over.set()
         thread.join()
@@ -65,49 +83,112 @@ def at_once(call: Callable[[], Any], count: int) -> list[Any]:
     return results
 
 
-def test_a_text_that_is_too_long_is_refused_before_it_is_encoded(server: Server) -> None:
-    before = peak(server)
+def test_a_text_that_is_too_long_is_refused_before_it_is_encoded(new_server: Server) -> None:
+    server = new_server
     body = {"prompt": "word " * 1_200_000, "max_tokens": 1}
-    start = time.monotonic()
-    answer = server.post("/v1/completions", body)
-    assert time.monotonic() - start < 2
-    assert answer.status_code == 400
-    assert message(answer).startswith("This model's maximum context length is 512 tokens")
-    assert "no fewer than" in message(answer)
-    messages = [{"role": "user", "content": body["prompt"]}]
-    assert server.post("/v1/chat/completions", {"messages": messages}).status_code == 400
+    with little_is_taken(server):
+        answer = server.post("/v1/completions", body)
+        assert answer.status_code == 400
+        assert message(answer).startswith("This model's maximum context length is 512 tokens")
+        # Nobody counted them.
+        assert "no fewer than" in message(answer)
+        messages = [{"role": "user", "content": body["prompt"]}]
+        assert server.post("/v1/chat/completions", {"messages": messages}).status_code == 400
+        # Nor does it wait for a grammar, or for one to be refused.
+        answer = server.post("/v1/completions", body | {"structured_outputs": {"regex": "("}})
+        assert "no fewer than" in message(answer)
 
-    # Nor is it where nobody waits for the answer.
-    def leave() -> None:
-        with contextlib.suppress(httpx.TimeoutException):
-            httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.3)
+        # Nor is it where nobody waits for the answer.
+        def leave() -> None:
+            with contextlib.suppress(httpx.TimeoutException):
+                httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.3)
 
-    at_once(leave, 6)
-    wait_for_no_load(server)
-    assert peak(server) - before < SPARE
+        at_once(leave, 6)
+        wait_for_no_load(server)
     # As long as it can be.
     longest = server.complete("alpha", prompt="x" * 511, max_tokens=1)
     assert longest.status_code == 200, longest.text
     assert longest.json()["usage"]["prompt_tokens"] <= 511
 
 
-def test_large_bodies_take_little_and_hold_nobody_up(server: Server) -> None:
-    before = peak(server)
+def test_large_bodies_take_little_and_hold_nobody_up(new_server: Server) -> None:
+    server = new_server
     bodies = [b'{"prompt": [' + b"0," * 15_000_000 + b"0]}", b'{"other": [' + b"0," * 15_000_000 + b"0]}"]
-    with asking(server) as took:
 
-        def send() -> list[httpx.Response]:
-            # More values than a body may have, and ids of which there may be any number.
-            return [httpx.post(f"{server.url}/v1/completions", content=it, headers=JSON, timeout=60) for it in bodies]
+    def send() -> list[httpx.Response]:
+        # More values than a body may have, and ids of which there may be any number.
+        return [httpx.post(f"{server.url}/v1/completions", content=it, headers=JSON, timeout=60) for it in bodies]
 
-        answers = [answer for pair in at_once(send, 2) for answer in pair]
-    statuses = sorted(answer.status_code for answer in answers)
-    assert statuses == [400, 400, 413, 413], [answer.text for answer in answers]
-    for answer in answers:
-        assert ("1048576` values" if answer.status_code == 413 else "has 15000001 input tokens") in message(answer)
-    assert peak(server) - before < SPARE
-    assert len(took) > 10
-    assert max(took) < 2, max(took)
+    with little_is_taken(server), asking(server) as texts:
+        # Until enough others were answered meanwhile.
+        for _ in range(20):
+            before = len(texts)
+            answers = [answer for pair in at_once(send, 2) for answer in pair]
+            statuses = sorted(answer.status_code for answer in answers)
+            assert statuses == [400, 400, 413, 413], [answer.text for answer in answers]
+            for answer in answers:
+                told = "1048576` values" if answer.status_code == 413 else "has 15000001 input tokens"
+                assert told in message(answer)
+            if len(texts) - before > 10:
+                break
+        else:
+            pytest.fail("nobody else was answered")
+
+
+def test_bodies_of_many_values_have_so_much_room_together(new_server: Server) -> None:
+    server = new_server
+    # As many values as a body may have, and the dearest of them.
+    most = 1 << 20
+    bodies = [
+        b'{"prompt": [5], "max_tokens": 1, "other": [' + b"0," * (most - 100) + b"0]}",
+        b'{"prompt": [5], "max_tokens": 1, "other": [' + b'{"":0},' * (most // 6 - 100) + b"0]}",
+    ]
+    with little_is_taken(server), asking(server) as texts:
+        before = len(texts)
+        for body in bodies:
+            send = functools.partial(
+                httpx.post, f"{server.url}/v1/completions", content=body, headers=JSON, timeout=120
+            )
+            answers = at_once(send, 40)
+            statuses = {answer.status_code for answer in answers}
+            assert statuses <= {200, 503}, statuses
+            assert 200 in statuses
+        until(lambda: len(texts) > before)
+    assert httpx.post(f"{server.url}/v1/completions", content=bodies[0], headers=JSON, timeout=60).status_code == 200
+
+
+def test_names_that_come_again_cost_what_others_do(new_server: Server) -> None:
+    # Were those between moved up each time, these would keep the server for minutes.
+    names = "".join(f'"{name}":0,' for name in range(17_000))
+    small = f"{{{names}{names}"[: 250 << 10].rsplit(",", 1)[0] + ', "prompt": [5], "max_tokens": 1}'
+    names = "".join(f'"{name}":0,' for name in range(250_000))
+    large = f'{{{names}{names}"prompt": [5], "max_tokens": 1}}'
+    for body in (small, large):
+        send = functools.partial(httpx.post, f"{new_server.url}/v1/completions", content=body, headers=JSON, timeout=60)
+        statuses = {answer.status_code for answer in at_once(send, 4)}
+        assert statuses <= {200, 503}
+        assert 200 in statuses
+
+
+def test_samples_share_their_prompt(start_server: StartServer) -> None:
+    if not SMOLLM2:
+        leave_out = pytest.fail if os.environ.get("MANYLORA_REQUIRE_DATA") else pytest.skip
+        leave_out("MANYLORA_SMOLLM2 is not set")
+    # Room for one of them, which never comes to its end here.
+    server = start_server("--kv-cache-memory-bytes", str(1 << 30), "--max-num-batched-tokens", "64", base=SMOLLM2)
+    prompt = [1000 + number for number in range(8000)]
+    body = {"prompt": prompt, "max_tokens": 8, "n": 16_384, "temperature": 1, "repetition_penalty": 1.1}
+
+    def ask() -> None:
+        with contextlib.suppress(httpx.TransportError):
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=300)
+
+    thread = threading.Thread(target=ask)
+    with little_is_taken(server):
+        thread.start()
+        until(lambda: sum(Page(server).value(f"vllm:num_requests_{it}") for it in ("running", "waiting")) >= 16_384)
+    server.process.kill()
+    thread.join()
 
 
 def test_large_bodies_have_so_much_room_together(start_server: StartServer) -> None:
@@ -149,14 +230,28 @@ def test_lists_have_bounds(server: Server, fields: dict[str, Any], told: str) ->
     assert told in message(answer)
 
 
-def test_lists_have_bounds_over_all_sequences(server: Server) -> None:
-    before = peak(server)
+def test_lists_have_bounds_over_all_sequences(new_server: Server) -> None:
     biases = {str(token): 1 for token in range(3, 288)}
-    answer = server.complete(prompt=[PROMPT] * 16_000, logit_bias=biases, allowed_token_ids=[5] * 100_000)
+    for fields in (
+        {"prompt": [PROMPT] * 16_000, "logit_bias": biases, "allowed_token_ids": [5] * 100_000},
+        # What the answers would repeat.
+        {"prompt": "x" * 500, "n": 16_384, "temperature": 1, "echo": True, "return_token_ids": True},
+        {"prompt": [5] * 500, "n": 16_384, "temperature": 1, "echo": True, "return_token_ids": True},
+        {"prompt": [PROMPT] * 16_000, "cache_salt": "x" * 1000, "logit_bias": biases, "bad_words": ["x" * 1000]},
+    ):
+        with little_is_taken(new_server):
+            answer = new_server.complete(**fields)
+        assert answer.status_code == 400, fields
+        assert answer.json()["error"]["param"] == "n"
+        assert f"`{16_384 if 'n' in fields else 16_000}` sequences" in message(answer)
+        assert "67108864" in message(answer)
+    answer = new_server.complete(cache_salt="x" * 1025)
     assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "n"
-    assert "`16000` sequences" in message(answer)
-    assert peak(server) - before < SPARE
+    assert "`1025` characters" in message(answer)
+    # Before they are made.
+    answer = new_server.complete(prompt=["x"] * 500_000)
+    assert answer.status_code == 400
+    assert "`500000` sequences" in message(answer)
 
 
 def test_many_stop_strings_and_bad_words_cost_neighbours_nothing(server: Server) -> None:
@@ -169,36 +264,31 @@ def test_many_stop_strings_and_bad_words_cost_neighbours_nothing(server: Server)
     def slow() -> None:
         assert server.text("alpha", max_tokens=400, stop=words, bad_words=words) == server.text("alpha", max_tokens=400)
 
-    def took() -> float:
-        start = time.monotonic()
-        server.text("beta", max_tokens=50)
-        return time.monotonic() - start
-
-    usual = min(took() for _ in range(5))
     thread = threading.Thread(target=lambda: at_once(slow, 4))
     thread.start()
-    beside = []
+    beside = 0
     while thread.is_alive():
-        beside.append(took())
+        server.text("beta", max_tokens=50)
+        beside += 1
     thread.join()
-    # A step has five rows now; a search through all strings at each token would be hundreds of times the step.
-    assert min(beside) < 20 * usual + 0.2, (usual, beside)
+    # An eighth of the steps that one of the others has, and they have two each.
+    assert beside > 4
 
 
-def test_texts_to_tokens_and_back_have_bounds(server: Server) -> None:
-    before = peak(server)
-    answer = server.post("/tokenize", {"prompt": "word " * 1_200_000})
-    assert answer.status_code == 400
-    assert "the longest prompt has 512" in message(answer)
-    # More than any prompt has is counted nevertheless.
-    answer = server.post("/tokenize", {"prompt": "word " * 20_000})
-    assert answer.status_code == 200
-    assert answer.json()["count"] >= 20_000
-    answer = server.post("/detokenize", {"tokens": [5] * 200_000})
-    assert answer.status_code == 400
-    assert "`200000` ids" in message(answer)
-    assert server.post("/detokenize", {"tokens": [5] * 100_000}).status_code == 200
-    assert peak(server) - before < SPARE
+def test_texts_to_tokens_and_back_have_bounds(new_server: Server) -> None:
+    server = new_server
+    with little_is_taken(server):
+        answer = server.post("/tokenize", {"prompt": "word " * 1_200_000})
+        assert answer.status_code == 400
+        assert "the longest prompt has 512" in message(answer)
+        # More than any prompt has is counted nevertheless.
+        answer = server.post("/tokenize", {"prompt": "word " * 20_000})
+        assert answer.status_code == 200
+        assert answer.json()["count"] >= 20_000
+        answer = server.post("/detokenize", {"tokens": [5] * 200_000})
+        assert answer.status_code == 400
+        assert "`200000` ids" in message(answer)
+        assert server.post("/detokenize", {"tokens": [5] * 100_000}).status_code == 200
 
 
 def test_texts_to_tokens_count_as_requests(start_server: StartServer, tmp_path: Path) -> None:
@@ -212,38 +302,3 @@ def test_texts_to_tokens_count_as_requests(start_server: StartServer, tmp_path: 
     assert statuses("/tokenize", {"prompt": "x"}, "k-few") == [200, 200, 429]
     assert statuses("/detokenize", {"tokens": [5]}, "k-few") == [429] * 3
     assert statuses("/tokenize", {"prompt": "x"}, "k-all") == [200] * 3
-
-
-def test_a_48_an_adapter_that_goes_meanwhile_tells_nothing_of_others(start_server: StartServer, tmp_path: Path) -> None:
-    keys = tmp_path / "keys.yaml"
-    keys.write_text("- {name: one, key: k-one, adapters: [mine], base: false}")
-    server = start_server(
-        "--keys-file", str(keys), "--admin-api-key", "k-admin", "--lora-modules", f"secret={ADAPTERS / 'beta'}",
-        VLLM_ALLOW_RUNTIME_LORA_UPDATING="True",
-    )  # fmt: skip
-    manager, user = {"Authorization": "Bearer k-admin"}, {"Authorization": "Bearer k-one"}
-    # Looked at after the name was, and for long.
-    source = random.Random(2)
-    words = ["".join(source.choices("abcdefghij", k=15)) for _ in range(4000)]
-    body = {"model": "mine", "prompt": PROMPT, "max_tokens": 1, "bad_words": words}
-    refused: list[str] = []
-    for _ in range(20):
-        loaded = server.post("/v1/load_lora_adapter", {"lora_name": "mine", "lora_path": "alpha"}, **manager)
-        assert loaded.status_code == 200, loaded.text
-
-        def ask() -> None:
-            answer = server.post("/v1/completions", body, **user)
-            if answer.status_code != 200:
-                refused.append(answer.text)
-
-        thread = threading.Thread(target=ask)
-        thread.start()
-        time.sleep(0.02)
-        server.post("/v1/unload_lora_adapter", {"lora_name": "mine"}, **manager)
-        thread.join()
-        if len(refused) > 2:
-            break
-    assert refused
-    for text in refused:
-        assert "The model `mine` does not exist." in text
-        assert "secret" not in text

@@ -52,15 +52,20 @@ def test_each_request_is_told_where_that_is_asked_for(start_server: StartServer)
     usage = answer.json()["usage"]
     assert {name: line[name] for name in line if name not in ("timestamp", "time_to_first_token", "seconds")} == {
         "level": "INFO", "message": "request", "target": "manylora_server::metrics::account", "request_id": "mine-1",
-        "model": "alpha", "adapter_version": version, "samples": 2, "prompt_tokens": usage["prompt_tokens"],
-        "generation_tokens": 10, "finish_reason": "length",
+        "answer_id": answer.json()["id"], "model": "alpha", "adapter_version": version, "samples": 2,
+        "prompt_tokens": usage["prompt_tokens"], "generation_tokens": 10, "finish_reason": "length",
     }  # fmt: skip
     assert 0 < line["time_to_first_token"] <= line["seconds"]
     # One that has no id of its own gets one, which the answer has too; one that is refused is not told of.
     assert server.complete("nobody").status_code == 404
     given = server.complete().headers["x-request-id"]
     base = told(server, "request", 2)[1]
-    assert (base["request_id"], base["model"]) == (given, "base")
+    assert (base["request_id"], base["answer_id"], base["model"]) == (given, f"cmpl-{given}", "base")
+    # One whose body has an id is found by it, too.
+    assert server.complete(request_id="of-body").json()["id"] == "cmpl-of-body"
+    own = told(server, "request", 3)[2]
+    assert own["answer_id"] == "cmpl-of-body"
+    assert own["request_id"] != "of-body"
     assert "adapter_version" not in base
     assert SECRET not in server.log
     # Every line is JSON, Python's too.

@@ -181,14 +181,13 @@ def test_the_server_is_well_while_a_grammar_is_slow(server: Server) -> None:
     body = {"structured_outputs": {"grammar": slow}, "max_tokens": 450, "min_tokens": 450, "n": 8, "temperature": 1}
     running = threading.Thread(target=lambda: answer.append(server.complete(**body)))
     running.start()
-    longest = 0.0
+    answers = 0
     while running.is_alive():
-        begun = time.monotonic()
         assert server.client.get("/health").status_code == 200
-        longest = max(longest, time.monotonic() - begun)
-        time.sleep(0.02)
+        answers += 1
     running.join()
-    assert longest < 1.5
+    # Half a second of a processor at least, during which whoever waited for the grammar would have had one.
+    assert answers > 5
     assert answer[0].status_code == 400
     assert "what may come next takes more than" in answer[0].json()["error"]["message"]
 

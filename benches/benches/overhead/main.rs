@@ -54,12 +54,12 @@ impl Options {
 }
 
 /// The phases that do not grow with the vocabulary: all of the engine's own but sampling.
-fn is_bookkeeping(phase: &Phase) -> bool {
+fn is_bookkeeping(phase: Phase) -> bool {
     !matches!(phase, Phase::Forward | Phase::Sample)
 }
 
 fn bookkeeping(microseconds: &dyn Fn(Phase) -> f64) -> f64 {
-    Phase::ALL.iter().filter(|phase| is_bookkeeping(phase)).map(|&phase| microseconds(phase)).sum()
+    Phase::ALL.into_iter().filter(|&phase| is_bookkeeping(phase)).map(microseconds).sum()
 }
 
 /// One case over all rounds.
@@ -94,7 +94,9 @@ fn run() -> Result<(), Box<dyn Error>> {
     }
     println!("{machine}; 256 running; microseconds per step, undisturbed (median)");
     print!("{:<44}", "");
-    Phase::ALL.iter().for_each(|phase| print!("{:>18}", phase.name()));
+    for phase in Phase::ALL {
+        print!("{:>18}", phase.name());
+    }
     println!("{:>12}", "own work");
     let mut told = Vec::new();
     for result in &results {

@@ -33,7 +33,7 @@ use crate::memory::Memory;
 use crate::order::Order;
 use crate::plan::StepPlan;
 use crate::queue::{Class, LaneAdapter, LaneIndex};
-use crate::request::{Phase, Request, RequestAdapter, RequestIndex};
+use crate::request::{Phase, Request, RequestAdapter, RequestIndex, Tokens};
 use crate::scheduler::{Flight, Scheduler};
 use crate::shelf::Stale;
 
@@ -80,7 +80,7 @@ impl Scheduler {
         let index = self.requests.insert(Request {
             id,
             phase: Phase::Waiting,
-            tokens: new.prompt,
+            tokens: Tokens::of_prompt(new.prompt),
             prompt_length,
             length_limit: prompt_length + new.max_tokens.min(room),
             priority,

@@ -1,7 +1,12 @@
 //! The arithmetic of bytes, in one place: loader, engine, planner and simulator cannot disagree, because all of them ask
 //! here. Pure functions; a test of the engine asserts that they equal what the kernels allocate.
+//!
+//! Here is what packed things take, [`working`] has what a step takes, [`card`] what is different on cards, and [`division`]
+//! how the memory there is becomes KV blocks and adapters.
 
 pub mod card;
+pub mod division;
+pub mod working;
 
 /// Boundary on which each packed array of an adapter starts, in bytes: a cache line.
 pub const ARRAY_ALIGNMENT: u64 = 64;
@@ -101,11 +106,39 @@ pub struct ModelDimensions {
     pub tied: bool,
     /// Whether q, k and v have biases (f32).
     pub attention_bias: bool,
+    /// Whether the attention output has one.
+    pub output_bias: bool,
+    /// Whether gate, up and down have biases.
+    pub mlp_bias: bool,
     /// Whether queries and keys are normed per head.
     pub head_norm: bool,
 }
 
 impl ModelDimensions {
+    /// Lengths of the vectors of a layer, which are stored in f32: biases and norms.
+    pub(crate) fn layer_vectors(&self) -> impl Iterator<Item = u64> {
+        let (queries, keys) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
+        let present = |there: bool, lengths: &'static [usize]| if there { lengths } else { &[] };
+        let lengths = [queries, keys, self.hidden, self.intermediate, self.head_dim];
+        let biases = present(self.attention_bias, &[0, 1, 1]).iter().chain(present(self.output_bias, &[2]));
+        let biases = biases.chain(present(self.mlp_bias, &[3, 3, 2]));
+        let norms = present(true, &[2, 2]).iter().chain(present(self.head_norm, &[4, 4]));
+        biases.chain(norms).map(move |&which| lengths[which])
+    }
+
+    /// Parameters, in numbers: matrices, biases and norms.
+    pub fn parameters(&self) -> u64 {
+        let linear: u64 = TargetModule::ALL.iter().map(|&module| self.shape(module)).map(|(a, b)| a * b).sum();
+        let ends = if self.tied { 1 } else { 2 };
+        self.layers * (linear + self.layer_vectors().sum::<u64>()) + self.hidden + ends * self.vocabulary * self.hidden
+    }
+
+    /// Parameters of an adapter of one rank on `modules` of every layer.
+    pub fn adapter_parameters(&self, rank: u64, modules: &[TargetModule]) -> u64 {
+        let layer: u64 = modules.iter().map(|&module| self.shape(module)).map(|(a, b)| rank * (a + b)).sum();
+        self.layers * layer
+    }
+
     /// Input and output widths of a module.
     pub const fn shape(&self, module: TargetModule) -> (u64, u64) {
         let (queries, keys) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
@@ -125,10 +158,8 @@ impl ModelDimensions {
             .map(|&module| self.shape(module))
             .map(|(input, output)| linear_bytes(output, input, number.bytes(), packing))
             .sum();
-        let biases = if self.attention_bias { (self.heads + 2 * self.kv_heads) * self.head_dim } else { 0 };
-        let norms = 2 * self.hidden + if self.head_norm { 2 * self.head_dim } else { 0 };
         let ends = if self.tied { 1 } else { 2 };
-        self.layers * (linear + 4 * (biases + norms))
+        self.layers * (linear + 4 * self.layer_vectors().sum::<u64>())
             + 4 * self.hidden
             + ends * linear_bytes(self.vocabulary, self.hidden, number.bytes(), packing)
     }
@@ -196,6 +227,8 @@ mod tests {
         vocabulary: 49_152,
         tied: true,
         attention_bias: false,
+        output_bias: false,
+        mlp_bias: false,
         head_norm: false,
     };
 
@@ -208,6 +241,7 @@ mod tests {
         let parameters = 134_515_008;
         let bytes = SMOLLM2_135M.weight_bytes(NumberFormat::Bf16, WeightPacking::Panels16);
         assert_eq!(bytes, 2 * (parameters - norms) + 4 * norms);
+        assert_eq!(SMOLLM2_135M.parameters(), parameters);
         // 10 outputs are padded to 16; 2 * 7 * 5 = 70 bytes to 128, 16 * 5 * 2 = 160 to 192.
         assert_eq!(adapter_site_bytes(5, 7, 10, 2), 128 + 192);
         assert_eq!(linear_bytes(33, 7, 2, WeightPacking::Panels16), 48 * 7 * 2);

@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::budget::Ledger;
+use crate::budget::division::{Division, SizeSettings};
 use crate::error::CoreError;
 use crate::eviction::EvictionPolicyKind;
 use crate::identity::Digest;
@@ -70,7 +71,71 @@ pub struct CoreConfig {
     pub max_loading: Option<usize>,
 }
 
+/// What an engine is told that decides no sizes: who is next, what goes, what is read when.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SchedulingSettings {
+    /// Whose turn it is.
+    pub policy: SchedulingPolicy,
+    /// Which resident adapter goes when room is needed.
+    pub eviction: EvictionPolicyKind,
+    /// Whether finished blocks are kept for requests with the same prefix.
+    pub enable_prefix_caching: bool,
+    /// Resident adapters; None = unbounded.
+    pub max_cpu_loras: Option<usize>,
+    /// Most bytes of adapters; None = elastic.
+    pub lora_memory_bytes: Option<u64>,
+    /// See [`CoreConfig::max_deferred_steps`].
+    pub max_deferred_steps: u64,
+    /// Threads that read adapters.
+    pub loader_threads: usize,
+}
+
+impl Default for SchedulingSettings {
+    /// An engine's defaults, with the fewest threads that it reads with.
+    fn default() -> Self {
+        Self {
+            policy: SchedulingPolicy::Fair,
+            eviction: EvictionPolicyKind::Lru,
+            enable_prefix_caching: true,
+            max_cpu_loras: None,
+            lora_memory_bytes: None,
+            max_deferred_steps: 256,
+            loader_threads: 2,
+        }
+    }
+}
+
 impl CoreConfig {
+    /// What an engine with these settings tells its control plane, and the simulator its own: there is no other way from
+    /// settings to limits.
+    pub fn of_engine(
+        sizes: &SizeSettings,
+        division: &Division,
+        block_bytes: u64,
+        scheduling: &SchedulingSettings,
+        base_digest: Digest,
+    ) -> Self {
+        Self {
+            max_num_seqs: sizes.max_num_seqs,
+            max_num_batched_tokens: division.max_rows,
+            max_model_len: division.max_model_len,
+            block_size: sizes.block_size,
+            block_bytes,
+            ledger_bytes: division.ledger_bytes,
+            enable_prefix_caching: scheduling.enable_prefix_caching,
+            enable_chunked_prefill: sizes.enable_chunked_prefill,
+            policy: scheduling.policy,
+            max_loras: sizes.max_loras,
+            max_cpu_loras: scheduling.max_cpu_loras,
+            lora_memory: scheduling.lora_memory_bytes.map_or(LoraMemory::Elastic, LoraMemory::Bytes),
+            eviction: scheduling.eviction,
+            base_digest,
+            max_deferred_steps: scheduling.max_deferred_steps,
+            // One that is read and one that is next, for each thread.
+            max_loading: Some(2 * scheduling.loader_threads),
+        }
+    }
+
     /// The bytes of KV blocks and adapters.
     pub(crate) const fn ledger(&self) -> Ledger {
         let (bytes, block_bytes, block_size) = (self.ledger_bytes, self.block_bytes, self.block_size);

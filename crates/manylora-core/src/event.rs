@@ -1,5 +1,7 @@
 //! The inputs and outputs of the control plane. A recorded trace is the log of [`Event`]s with their times.
 
+use std::sync::Arc;
+
 use serde::{Deserialize, Serialize};
 
 use crate::identity::{AdapterSlot, Digest, RegistrationId, RequestId};
@@ -32,8 +34,9 @@ pub enum Client {
 pub struct NewRequest {
     /// Chosen by the caller, never used twice.
     pub id: RequestId,
-    /// Prompt tokens; at least one.
-    pub prompt: Vec<u32>,
+    /// Prompt tokens; at least one. The samples of a request share them.
+    #[serde(with = "shared")]
+    pub prompt: Arc<[u32]>,
     /// At most this many tokens are generated.
     pub max_tokens: usize,
     /// Lower runs first under the priority policy.
@@ -49,6 +52,19 @@ pub struct NewRequest {
     pub read_prefix_cache: bool,
     /// Whether logits are wanted for every prompt row (prompt logprobs, `Engine::logits`), not only the last.
     pub all_prompt_logits: bool,
+}
+
+/// Shared tokens, in a trace as any others.
+mod shared {
+    use super::{Arc, Deserialize, Serialize};
+
+    pub(super) fn serialize<S: serde::Serializer>(tokens: &Arc<[u32]>, serializer: S) -> Result<S::Ok, S::Error> {
+        tokens.as_ref().serialize(serializer)
+    }
+
+    pub(super) fn deserialize<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Arc<[u32]>, D::Error> {
+        Vec::deserialize(deserializer).map(Into::into)
+    }
 }
 
 /// What a finished load brings.

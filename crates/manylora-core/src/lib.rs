@@ -32,7 +32,7 @@ mod scheduler;
 mod shelf;
 pub mod stats;
 
-pub use config::{CoreConfig, LoraMemory, SchedulingPolicy};
+pub use config::{CoreConfig, LoraMemory, SchedulingPolicy, SchedulingSettings};
 pub use control::ControlPlane;
 pub use error::CoreError;
 pub use event::{

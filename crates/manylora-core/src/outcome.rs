@@ -62,7 +62,7 @@ impl Scheduler {
         let tokens = if flying.samples { tokens } else { &[] };
         let room = request.length_limit.saturating_sub(request.tokens.len());
         let taken = &tokens[..tokens.len().min(room)];
-        request.tokens.extend_from_slice(taken);
+        request.tokens.own(request.length_limit).extend_from_slice(taken);
         self.queue.accounts.charge_generated(request.account, taken.len());
         let stopped = stopped && tokens.len() <= room;
         request.placeholders = request.placeholders.saturating_sub(usize::from(flying.samples));

@@ -1,7 +1,8 @@
 //! A request's life inside the control plane, and the table of all live ones.
 
 use std::collections::HashMap;
-use std::ops::{Index, IndexMut};
+use std::ops::{Deref, Index, IndexMut};
+use std::sync::Arc;
 
 use crate::block_pool::{BlockAdapter, block_hash};
 use crate::fairness::AccountIndex;
@@ -32,6 +33,39 @@ pub(crate) enum Phase {
     Preempted,
 }
 
+/// The tokens of a request. As long as it waits they are the prompt's, which its siblings share: thousands of samples of one
+/// prompt may wait, and few of them run.
+#[derive(Debug)]
+pub(crate) struct Tokens {
+    /// The prompt's.
+    shared: Arc<[u32]>,
+    /// All of them, once it runs.
+    own: Vec<u32>,
+}
+
+impl Tokens {
+    pub(crate) fn of_prompt(prompt: Arc<[u32]>) -> Self {
+        Self { shared: prompt, own: Vec::new() }
+    }
+
+    /// Makes them its own, with room for `most`.
+    pub(crate) fn own(&mut self, most: usize) -> &mut Vec<u32> {
+        if self.own.is_empty() {
+            self.own.reserve(most.max(self.shared.len()));
+            self.own.extend_from_slice(&self.shared);
+        }
+        &mut self.own
+    }
+}
+
+impl Deref for Tokens {
+    type Target = [u32];
+
+    fn deref(&self) -> &[u32] {
+        if self.own.is_empty() { &self.shared } else { &self.own }
+    }
+}
+
 /// A live request.
 #[expect(clippy::struct_excessive_bools, reason = "independent facts, each named where it is set")]
 #[derive(Debug)]
@@ -39,7 +73,7 @@ pub(crate) struct Request {
     pub(crate) id: RequestId,
     pub(crate) phase: Phase,
     /// Prompt, then the tokens that were generated and committed.
-    pub(crate) tokens: Vec<u32>,
+    pub(crate) tokens: Tokens,
     pub(crate) prompt_length: usize,
     /// Length at which it ends; the last token needs no KV.
     pub(crate) length_limit: usize,

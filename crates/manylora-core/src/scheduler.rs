@@ -301,7 +301,7 @@ impl Scheduler {
         let request = &mut self.requests[index];
         request.phase = Phase::Running;
         // All that it can grow to, so that decoding allocates nothing.
-        request.tokens.reserve(request.length_limit.saturating_sub(request.tokens.len()));
+        request.tokens.own(request.length_limit);
         request.blocks.reserve(blocks.saturating_sub(request.blocks.len()));
         request.hashes.reserve(blocks.saturating_sub(request.hashes.len()));
     }

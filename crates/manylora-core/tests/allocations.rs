@@ -1,9 +1,11 @@
-//! A steady decode step (plan and commit, nobody starts, nobody ends) allocates nothing.
+//! A steady decode step (plan and commit, nobody starts, nobody ends) allocates nothing, and samples that wait share their
+//! prompt.
 
 #![expect(unsafe_code, reason = "a global allocator that counts")]
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
+use std::sync::Arc;
 
 use manylora_core::{
     AdapterUse, ControlPlane, CoreConfig, Digest, Effect, Event, EvictionPolicyKind, LoadedAdapter, LoraMemory,
@@ -12,6 +14,7 @@ use manylora_core::{
 
 thread_local! {
     static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
+    static BYTES: Cell<usize> = const { Cell::new(0) };
 }
 
 struct Counting;
@@ -20,6 +23,7 @@ struct Counting;
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.set(ALLOCATIONS.get() + 1);
+        BYTES.set(BYTES.get() + layout.size());
         // SAFETY: the caller's promise is passed on.
         unsafe { System.alloc(layout) }
     }
@@ -50,9 +54,8 @@ fn outcome(plan: &StepPlan, outcome: &mut StepOutcome) {
     }
 }
 
-#[test]
-fn steady_decode_allocates_nothing() {
-    let mut core = ControlPlane::new(CoreConfig {
+fn control_plane() -> ControlPlane {
+    ControlPlane::new(CoreConfig {
         max_num_seqs: 16,
         max_num_batched_tokens: 64,
         max_model_len: 2000,
@@ -70,7 +73,43 @@ fn steady_decode_allocates_nothing() {
         max_deferred_steps: 20,
         max_loading: None,
     })
-    .unwrap();
+    .expect("the limits are good")
+}
+
+#[test]
+fn samples_that_wait_share_their_prompt() {
+    let mut core = control_plane();
+    let prompt: Arc<[u32]> = (0..1900).collect();
+    let before = BYTES.get();
+    let samples = 2000;
+    for id in 0..samples {
+        let request = NewRequest {
+            id: RequestId(id),
+            prompt: Arc::clone(&prompt),
+            max_tokens: 10,
+            priority: 0,
+            cache_salt: None,
+            tenant: None,
+            adapters: Vec::new(),
+            read_prefix_cache: true,
+            all_prompt_logits: false,
+        };
+        core.handle(NOW, Event::Submit(request));
+    }
+    let each = (BYTES.get() - before) / samples as usize;
+    assert!(each < size_of_val(&*prompt) / 4, "{each} bytes for each sample");
+    let (mut plan, mut results) = (StepPlan::default(), StepOutcome::default());
+    assert!(core.plan(NOW, &mut plan));
+    // One runs, and has all of it.
+    assert_eq!(plan.tokens, prompt[..64]);
+    outcome(&plan, &mut results);
+    core.commit(NOW, &results);
+    assert_eq!(core.stats().waiting, samples as usize - 1);
+}
+
+#[test]
+fn steady_decode_allocates_nothing() {
+    let mut core = control_plane();
     let adapters: Vec<_> = (0..4u8)
         .map(|content| {
             let registration = core.next_registration();

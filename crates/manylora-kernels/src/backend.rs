@@ -43,6 +43,17 @@ pub trait RowSource: Sync {
     fn columns(&self) -> usize;
     /// Writes rows `first..first + out.len() / columns` to `out`, row-major.
     fn read(&self, first: usize, out: &mut [f32]) -> Result<(), KernelError>;
+    /// The same rows as they are stored, if that is as `dtype` has them in memory: whoever packs them in `dtype` need not
+    /// widen and round them.
+    fn stored(&self, _dtype: StorageType) -> Option<&dyn StoredRows> {
+        None
+    }
+}
+
+/// Rows of a matrix as they are stored: plain numbers in the processor's order of bytes.
+pub trait StoredRows: Sync {
+    /// Fills `out` with the bytes of rows from `first` on, row-major; it has room for whole rows.
+    fn read_stored(&self, first: usize, out: &mut [u8]) -> Result<(), KernelError>;
 }
 
 /// Shape of the paged KV cache.

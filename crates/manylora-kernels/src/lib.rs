@@ -19,7 +19,7 @@ pub mod site;
 pub use backend::{
     AdapterTable, AttentionShape, Backend, BufferKind, BufferRole, FactorFeed, FactorSink, FactorType, FillFactors,
     HeadInputs, KvShape, LinearOutput, LinearPart, MemoryUse, PackedAdapter, RowSet, RowSource, StorageType,
-    StoredFactor,
+    StoredFactor, StoredRows,
 };
 pub use batch::{AdapterEntry, AdapterSegment, RowAdapterPlan, SequenceRows, StepBatch};
 pub use error::KernelError;

@@ -9,6 +9,7 @@ mod errors;
 mod limits;
 mod log;
 mod output;
+mod plan;
 mod request;
 mod serve;
 
@@ -29,6 +30,8 @@ mod _core {
     use super::log::set_log;
     #[pymodule_export]
     use super::output::{AdapterRecord, Delta, Info};
+    #[pymodule_export]
+    use super::plan::{plan, planned_names};
     #[pymodule_export]
     use super::request::{check_sampling_params, check_structured_outputs};
     #[pymodule_export]

@@ -1,6 +1,5 @@
 //! Loading, replacing, unloading and pinning adapters over HTTP: vLLM's calls and answers, for whoever may manage.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -53,8 +52,8 @@ pub(crate) async fn load(State(app): State<Arc<App>>, headers: HeaderMap, body: 
         )
         .about("expected_version"));
     }
-    let path = find(&app, &name, &given).await?;
-    let source = AdapterSource { replace, root: Some(given), ..AdapterSource::directory(name.clone(), path) };
+    let found = find(&app, &name, &given).await?;
+    let source = AdapterSource { replace, root: Some(given), ..found };
     let before = app.engine.adapter(&name).ok().and_then(|info| info.version);
     let outcome = {
         let app = Arc::clone(&app);
@@ -113,12 +112,12 @@ pub(crate) async fn pin(State(app): State<Arc<App>>, headers: HeaderMap, body: B
     }
 }
 
-/// The folder of what is to be loaded: below the root, or fetched where that is allowed.
-async fn find(app: &Arc<App>, name: &str, given: &str) -> Result<PathBuf, ApiError> {
+/// What is to be loaded: below the root, with all its files, or fetched where that is allowed.
+async fn find(app: &Arc<App>, name: &str, given: &str) -> Result<AdapterSource, ApiError> {
     let here = (!Sources::is_url(given)).then(|| app.lora_root.resolve(name, given));
     let sources = app.config.lora_sources.clone();
     let (sources, url) = match (here, sources) {
-        (Some(Ok(path)), _) => return Ok(path),
+        (Some(Ok(source)), _) => return Ok(source),
         // What is not here may be on the hub.
         (Some(Err(error)), Some(sources)) if error.is_not_found() && sources.may_be_on_hub(given) => {
             let url = sources.allowed(name, given)?;
@@ -136,7 +135,7 @@ async fn find(app: &Arc<App>, name: &str, given: &str) -> Result<PathBuf, ApiErr
         }
     };
     let name = name.to_owned();
-    app.blocking(move |_| Ok(sources.fetch(&name, &url))).await?
+    app.blocking(move |_| Ok(AdapterSource::directory(name.as_str(), sources.fetch(&name, &url)?))).await
 }
 
 /// The adapter that is to be changed.

@@ -7,12 +7,13 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use axum::body::Body;
-use axum::http::HeaderMap;
+use axum::http::{HeaderMap, HeaderValue};
 use manylora::{EngineHandle, SchedulingPolicy, Share};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
+use crate::answer::REQUEST_ID;
 use crate::auth::Keys;
-use crate::body::Bodies;
+use crate::body::{Bodies, Room};
 use crate::config::ServerConfig;
 use crate::error::{ApiError, ServerError};
 use crate::fields::Fields;
@@ -111,12 +112,13 @@ impl App {
 
     /// Takes the keys of a keys file in place of those before.
     pub(crate) fn replace_keys(&self, keys: Vec<ApiKey>) -> Result<(), ServerError> {
-        let (before, now) = self.keys.replace(keys)?;
-        // Who has left, and comes back, begins as everybody does.
-        for tenant in before.keys().filter(|tenant| !now.contains_key(*tenant)) {
-            self.set_weight(tenant, 1.0)?;
-        }
-        self.share(&before, &now)
+        self.keys.replace(keys, |before, now| {
+            // Who has left, and comes back, begins as everybody does.
+            for tenant in before.keys().filter(|tenant| !now.contains_key(*tenant)) {
+                self.set_weight(tenant, 1.0)?;
+            }
+            self.share(before, now)
+        })
     }
 
     /// Tells the engine what share of the service each user has now, where it was another one before.
@@ -148,10 +150,15 @@ impl App {
         })
     }
 
+    /// Whether texts of so many bytes are encoded a few at a time.
+    pub(crate) fn is_large_text(bytes: usize) -> bool {
+        bytes > SMALL_TEXT
+    }
+
     /// Waits until texts of so many bytes may be encoded. What is given back then belongs into [`Self::blocking`]'s work, so
     /// that it lasts as long as that does, whether or not somebody waits for it.
     pub(crate) async fn encoding(&self, bytes: usize) -> Result<Option<OwnedSemaphorePermit>, ApiError> {
-        if bytes <= SMALL_TEXT {
+        if !Self::is_large_text(bytes) {
             return Ok(None);
         }
         let share = (bytes >> 10).clamp(1, MOST_ENCODED) as u32;
@@ -165,10 +172,27 @@ impl App {
         work: impl FnOnce(&Arc<Self>) -> Result<T, ApiError> + Send + 'static,
     ) -> Result<T, ApiError> {
         let app = Arc::clone(self);
-        match tokio::task::spawn_blocking(move || work(&app)).await {
+        let id = REQUEST_ID.try_with(HeaderValue::clone).ok();
+        let work = move || match id {
+            Some(id) => REQUEST_ID.sync_scope(id, || work(&app)),
+            None => work(&app),
+        };
+        match tokio::task::spawn_blocking(work).await {
             Ok(done) => done,
             Err(_) => Err(ApiError::internal("the call failed unexpectedly; please report this")),
         }
+    }
+
+    /// Takes what is needed out of the fields of a body: elsewhere, where that takes long. Also gives the room that the body
+    /// was given: to be kept as long as what is made of it.
+    pub(crate) async fn take<T: Send + 'static>(
+        self: &Arc<Self>,
+        mut fields: Fields,
+        read: impl FnOnce(&Arc<Self>, &mut Fields) -> Result<T, ApiError> + Send + 'static,
+    ) -> Result<(T, Room), ApiError> {
+        let is_large = fields.is_large();
+        let work = move |app: &Arc<Self>| Ok((read(app, &mut fields)?, fields.take_room()));
+        if is_large { self.blocking(work).await } else { work(self) }
     }
 
     /// Admits `sequences` more, unless there are too many or the server is about to end.
@@ -252,4 +276,50 @@ impl Drop for Answering {
 /// Seconds since 1970.
 pub(crate) fn unix_time() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use std::path::Path;
+
+    use manylora::{Device, Engine, EngineConfig};
+    use serde_json::json;
+
+    use super::*;
+
+    /// Of a server on a base of the oracle, or on one that is made of it. The engine ends when it is dropped.
+    pub(crate) fn app(base: Option<&Path>) -> (Engine, Arc<App>) {
+        let oracle = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/oracle/llama/base");
+        let engine = Engine::start(EngineConfig {
+            device: Device::Cpu,
+            enable_lora: true,
+            max_lora_rank: 64,
+            kv_cache_memory_bytes: Some(1 << 20),
+            num_threads: Some(1),
+            ..EngineConfig::new(base.unwrap_or(&oracle))
+        })
+        .expect("an engine");
+        let app = App::new(engine.handle(), ServerConfig::default(), None).expect("good settings");
+        (engine, app)
+    }
+
+    #[tokio::test]
+    async fn large_bodies_are_read_where_nobody_is_served() {
+        let (_engine, app) = app(None);
+        let headers =
+            HeaderMap::from_iter([(axum::http::header::CONTENT_TYPE, HeaderValue::from_static("application/json"))]);
+        let here = std::thread::current().id();
+        for (count, is_here) in [(10, true), (10_000, false)] {
+            let body = Body::from(json!({"messages": vec!["x"; count]}).to_string());
+            let fields = app.read(&headers, body).await.expect("an object");
+            let id = HeaderValue::from_static("mine");
+            let read = app.take(fields, |_, fields| {
+                let id = REQUEST_ID.try_with(HeaderValue::clone).ok();
+                Ok((fields.array("messages")?.map(|items| items.len()), std::thread::current().id(), id))
+            });
+            let ((items, thread, told), room) = REQUEST_ID.scope(id.clone(), read).await.expect("an array");
+            assert_eq!((items, thread == here, told), (Some(count), is_here, Some(id)));
+            assert_eq!(room.is_any(), !is_here);
+        }
+    }
 }

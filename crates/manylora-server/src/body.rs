@@ -16,6 +16,12 @@ use crate::json::{self, Document, Fault};
 const SMALL: usize = 256 << 10;
 /// Bytes for which room is taken at a time.
 const STEP: usize = 64 << 10;
+/// Values of which everybody may have as many, and for which room is taken at a time beyond that. One takes some 70 bytes.
+const FEW_VALUES: usize = 4 << 10;
+const VALUES_STEP: usize = 1 << 10;
+/// Large bodies that are parsed at a time: as many as there is room for whatever they have, so that of those that come
+/// together not each takes some of the room and none enough.
+const PARSED_AT_ONCE: usize = 2;
 /// Bytes of large bodies that may be there at once, whatever one may have.
 const LEAST_ROOM: usize = 8 << 20;
 /// Fields that may be token ids: of prompts, and of what is to be text.
@@ -27,22 +33,69 @@ const DISCARD_PATIENCE: Duration = Duration::from_secs(5);
 
 /// Memory that a body has been given; it is given back when this is dropped.
 #[derive(Debug, Default)]
-pub(crate) struct Room(Option<OwnedSemaphorePermit>);
+pub(crate) struct Room {
+    bytes: Option<OwnedSemaphorePermit>,
+    values: Option<OwnedSemaphorePermit>,
+}
+
+impl Room {
+    /// Whether the body has more than everybody may have.
+    pub(crate) fn is_any(&self) -> bool {
+        self.bytes.is_some() || self.values.is_some()
+    }
+}
+
+/// Something of which there is so much for all bodies together, beside a little that each may have.
+#[derive(Clone, Debug)]
+struct Store {
+    /// In steps.
+    left: Arc<Semaphore>,
+    step: usize,
+    everybodys: usize,
+}
+
+impl Store {
+    fn new(all: usize, step: usize, everybodys: usize) -> Self {
+        Self { left: Arc::new(Semaphore::new((all / step).min(Semaphore::MAX_PERMITS))), step, everybodys }
+    }
+
+    /// Takes what `wanted` needs beyond what everybody has; false if it is not there.
+    fn take(&self, held: &mut Option<OwnedSemaphorePermit>, wanted: usize) -> bool {
+        let has = held.as_ref().map_or(0, OwnedSemaphorePermit::num_permits);
+        let lacks = wanted.saturating_sub(self.everybodys).div_ceil(self.step).saturating_sub(has);
+        if lacks == 0 {
+            return true;
+        }
+        let taken =
+            u32::try_from(lacks).ok().and_then(|lacks| Arc::clone(&self.left).try_acquire_many_owned(lacks).ok());
+        match (taken, held) {
+            (None, _) => return false,
+            (Some(more), Some(held)) => held.merge(more),
+            (taken, held) => *held = taken,
+        }
+        true
+    }
+}
 
 /// Reads bodies, of which only so many may be in memory at once.
 #[derive(Debug)]
 pub(crate) struct Bodies {
     /// Bytes that one may have.
     most: usize,
-    /// In steps.
-    room: Arc<Semaphore>,
+    bytes: Store,
+    values: Store,
+    parsing: Arc<Semaphore>,
 }
 
 impl Bodies {
-    /// `most`: the bytes of the largest body. Two of them may be there at once.
+    /// `most`: the bytes of the largest body. Two of them may be there at once, and two with the most values.
     pub(crate) fn new(most: usize) -> Self {
-        let steps = most.saturating_mul(2).max(LEAST_ROOM) / STEP;
-        Self { most, room: Arc::new(Semaphore::new(steps.min(Semaphore::MAX_PERMITS))) }
+        Self {
+            most,
+            bytes: Store::new(most.saturating_mul(2).max(LEAST_ROOM), STEP, SMALL),
+            values: Store::new(PARSED_AT_ONCE * json::MOST_VALUES, VALUES_STEP, FEW_VALUES),
+            parsing: Arc::new(Semaphore::new(PARSED_AT_ONCE)),
+        }
     }
 
     /// Reads a body as a JSON object.
@@ -61,11 +114,18 @@ impl Bodies {
         };
         let (bytes, room) = whole?;
         if bytes.len() <= SMALL {
-            return parse(&bytes, room);
+            return parse(&bytes, room, &self.values);
         }
         // It takes long, and whoever has a stream is served by the same threads.
-        let parsed = tokio::task::spawn_blocking(move || parse(&bytes, room)).await;
-        parsed.unwrap_or_else(|_| Err(ApiError::internal("reading the body failed unexpectedly; please report this")))
+        let failed = || ApiError::internal("reading the body failed unexpectedly; please report this");
+        let turn = Arc::clone(&self.parsing).acquire_owned().await.map_err(|_| failed())?;
+        let values = self.values.clone();
+        let work = move || {
+            let parsed = parse(&bytes, room, &values);
+            drop(turn);
+            parsed
+        };
+        tokio::task::spawn_blocking(work).await.unwrap_or_else(|_| Err(failed()))
     }
 
     fn too_large(&self) -> ApiError {
@@ -83,34 +143,14 @@ impl Bodies {
             if length > self.most {
                 return Err(self.too_large());
             }
-            if !self.make_room(&mut room, length) {
+            if !self.bytes.take(&mut room.bytes, length) {
                 // A client that still sends would lose the answer.
                 discard(body, self.most - length).await;
-                return Err(ApiError::unavailable(
-                    "the server reads as many large bodies as it has memory for; try again in a moment",
-                    1,
-                ));
+                return Err(no_room());
             }
             bytes.extend_from_slice(data);
         }
         Ok((bytes, room))
-    }
-
-    /// Takes what `length` bytes need beyond those that everybody has; false if it is not there.
-    fn make_room(&self, room: &mut Room, length: usize) -> bool {
-        let has = room.0.as_ref().map_or(0, OwnedSemaphorePermit::num_permits);
-        let lacks = length.saturating_sub(SMALL).div_ceil(STEP).saturating_sub(has);
-        if lacks == 0 {
-            return true;
-        }
-        let taken =
-            u32::try_from(lacks).ok().and_then(|lacks| Arc::clone(&self.room).try_acquire_many_owned(lacks).ok());
-        match (taken, &mut room.0) {
-            (None, _) => return false,
-            (Some(more), Some(room)) => room.merge(more),
-            (taken, room) => *room = taken,
-        }
-        true
     }
 }
 
@@ -131,6 +171,10 @@ pub(crate) async fn discard(mut body: Body, most: usize) -> bool {
     tokio::time::timeout(DISCARD_PATIENCE, all).await.unwrap_or(false)
 }
 
+fn no_room() -> ApiError {
+    ApiError::unavailable("the server reads as many large bodies as it has memory for; try again in a moment", 1)
+}
+
 fn check_type(headers: &HeaderMap) -> Result<(), ApiError> {
     let given = headers.get(header::CONTENT_TYPE).map_or("", |value| value.to_str().unwrap_or("?"));
     let kind = given.split(';').next().unwrap_or_default().trim();
@@ -143,14 +187,16 @@ fn check_type(headers: &HeaderMap) -> Result<(), ApiError> {
 }
 
 /// Parses a body. What is not JSON is told with line, column and the characters there.
-fn parse(bytes: &[u8], room: Room) -> Result<Fields, ApiError> {
-    match json::read(bytes, &OF_IDS) {
+fn parse(bytes: &[u8], mut room: Room, values: &Store) -> Result<Fields, ApiError> {
+    let mut make_room = |wanted| values.take(&mut room.values, wanted);
+    match json::read(bytes, &OF_IDS, &mut make_room) {
         Ok(Document::Object(map, ids)) => Ok(Fields::of_body(map, ids, room)),
         Ok(Document::Other) => Err(ApiError::bad_request("the body must be a JSON object").about("body")),
         Err(Fault::TooMany) => Err(ApiError::too_large(format!(
             "the body has more than the `{}` values that are allowed, the token ids of prompts not counted",
             json::MOST_VALUES
         ))),
+        Err(Fault::NoRoom) => Err(no_room()),
         Err(Fault::Syntax(error)) => {
             let (line, column) = (error.line(), error.column());
             let place = bytes.split(|&byte| byte == b'\n').nth(line.saturating_sub(1)).unwrap_or_default();
@@ -176,7 +222,8 @@ mod tests {
     use super::*;
 
     fn message(body: &str) -> String {
-        parse(body.as_bytes(), Room::default()).expect_err("not JSON").to_json()["error"]["message"]
+        parse(body.as_bytes(), Room::default(), &Bodies::new(1 << 20).values).expect_err("not JSON").to_json()["error"]
+            ["message"]
             .as_str()
             .expect("text")
             .to_owned()
@@ -230,7 +277,54 @@ mod tests {
         let room = second.take_room();
         drop((first, second));
         read(31 << 20).await.expect("room again");
-        assert_eq!(bodies.room.available_permits(), (64 << 20) / STEP - room.0.expect("room").num_permits());
+        let held = room.bytes.expect("room").num_permits();
+        assert_eq!(bodies.bytes.left.available_permits(), (64 << 20) / STEP - held);
+    }
+
+    #[tokio::test]
+    async fn so_many_values_are_there_at_once() {
+        let bodies = Bodies::new(32 << 20);
+        let most = json::MOST_VALUES;
+        let read = async |values: usize| {
+            let body = Body::from(format!("{{\"a\": [{}0]}}", "0,".repeat(values - 3)));
+            bodies.read(&headers(), body).await
+        };
+        let (first, second) = (read(most).await.expect("room"), read(most).await.expect("room"));
+        // Small ones, too, if they have many.
+        for values in [most, SMALL / 2 - 100] {
+            assert_eq!(read(values).await.expect_err("no room").to_json()["error"]["code"], 503);
+        }
+        // They are freed elsewhere.
+        let freed = async || {
+            while bodies.values.left.available_permits() < 2 * most / VALUES_STEP {
+                tokio::task::yield_now().await;
+            }
+        };
+        drop((first, second));
+        freed().await;
+        // Of those that come at once as many are read as there is room for.
+        let all = futures_util::future::join_all((0..8).map(|_| read(most))).await;
+        let (good, refused): (Vec<_>, Vec<_>) = all.into_iter().partition(Result::is_ok);
+        assert_eq!((good.len(), refused.len()), (2, 6));
+        let few = read(FEW_VALUES).await.expect("as many as everybody may have");
+        assert!(!few.is_large() && good.iter().flatten().all(Fields::is_large));
+        drop(good);
+        freed().await;
+        read(most).await.expect("room again");
+    }
+
+    #[tokio::test]
+    async fn names_that_come_again_are_no_work_for_those_between() {
+        // Each that came a second time, taken out with those behind it moved up, would take a quarter of an hour in all.
+        let names: Vec<String> = (0..250_000).map(|name| format!("\"{name}\":0,")).collect();
+        let names = names.concat();
+        let body = format!("{{{names}{names}\"prompt\":[1],\"prompt\":\"x\",\"prompt\":[2]}}");
+        let bodies = Bodies::new(32 << 20);
+        let mut fields = bodies.read(&headers(), Body::from(body)).await.expect("an object");
+        assert_eq!(fields.ids("prompt"), Some(json::Ids::One(vec![2])));
+        for name in 0..250_000 {
+            assert_eq!(fields.count(&name.to_string()).expect("a number"), Some(0));
+        }
     }
 
     #[test]

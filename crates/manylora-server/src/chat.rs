@@ -18,7 +18,7 @@ use crate::completions::{cache_salt, stop_reason};
 use crate::error::ApiError;
 use crate::events::{self, Maker as _, StreamOptions};
 use crate::fields::Fields;
-use crate::generation::{self, Blame, Generation};
+use crate::generation::{self, Blame, Extent, Generation};
 use crate::identity;
 use crate::keys::Caller;
 use crate::logprobs::{self, ChatLogprobs, Speller};
@@ -184,18 +184,28 @@ pub(crate) async fn create(
     body: Body,
 ) -> Result<Response, ApiError> {
     let answering = app.answering();
-    let mut fields = app.read(&headers, body).await?;
+    let fields = app.read(&headers, body).await?;
     target::resolve(&app, &caller, &fields).await?;
-    let mut blame = Blame { prompt: "messages", structure: structured::field(&fields) };
-    let mut asked = read((&app, &caller), &headers, &mut fields)?;
-    if asked.tools.are_demanded() {
-        blame.structure = "tools";
-    }
-    let room = fields.take_room();
-    drop(fields);
-    let pending = generation::admit(&app, &caller, 1, &asked.params)?;
+    let asker = caller.clone();
+    let taken = app.take(fields, move |app, fields| {
+        let mut blame = Blame { prompt: "messages", structure: structured::field(fields) };
+        let asked = read((app, &asker), &headers, fields)?;
+        if asked.tools.are_demanded() {
+            blame.structure = "tools";
+        }
+        let echoed = if asked.echo { last_content(&asked.conversation.messages) } else { String::new() };
+        let extent = Extent {
+            prompts: 1,
+            params: &asked.params,
+            adapters: &asked.target.adapters,
+            cache_salt: asked.cache_salt.as_deref(),
+            repeated: echoed.len(),
+        };
+        let pending = generation::admit(app, &asker, &extent)?;
+        Ok((asked, echoed, pending, blame))
+    });
+    let ((mut asked, echoed, pending, blame), room) = taken.await?;
     let (add_special_tokens, samples) = (asked.conversation.add_special_tokens, asked.params.n);
-    let echoed = if asked.echo { last_content(&asked.conversation.messages) } else { String::new() };
     let continues = asked.conversation.options.continue_final_message;
     let parser = asked.parser();
     let called = if asked.tools.is_named() { "stop" } else { "tool_calls" };
@@ -215,7 +225,8 @@ pub(crate) async fn create(
         tenant: caller.tenant(),
     };
     let streaming = asked.stream.is_some();
-    let generation = Generation::start((&app, &caller, pending), vec![request], room, streaming, blame).await?;
+    let generation =
+        Generation::start((&app, &caller, pending), vec![request], room, streaming, blame, &asked.id).await?;
     let version = generation.version.clone();
     let mut maker = Maker {
         id: asked.id,

@@ -16,7 +16,7 @@ use crate::app::{App, unix_time};
 use crate::error::ApiError;
 use crate::events::{self, Maker as _, StreamOptions};
 use crate::fields::{Fields, tokens};
-use crate::generation::{self, Blame, Generation};
+use crate::generation::{self, Blame, Extent, Generation};
 use crate::identity;
 use crate::json::Ids;
 use crate::keys::Caller;
@@ -27,6 +27,10 @@ use crate::target::{self, Target};
 
 /// Tokens that a completion has when nothing is said.
 const DEFAULT_MAX_TOKENS: usize = 16;
+/// Characters of a salt, which each sequence has for itself.
+const LONGEST_SALT: usize = 1024;
+/// Bytes that a token of a prompt may take where an answer repeats it.
+const REPEATED_TOKEN: usize = 8;
 
 /// What a request asks for.
 struct Asked {
@@ -42,6 +46,23 @@ struct Asked {
     priority: i64,
     /// The answer's.
     id: String,
+}
+
+impl Asked {
+    fn extent(&self) -> Extent<'_> {
+        let length = |prompt: &Prompt| match prompt {
+            Prompt::Text { text, .. } => text.len(),
+            Prompt::Tokens(tokens) => tokens.len(),
+        };
+        let times = usize::from(self.echo.prompt) + usize::from(self.shape.token_ids);
+        Extent {
+            prompts: self.prompts.len(),
+            params: &self.params,
+            adapters: &self.target.adapters,
+            cache_salt: self.cache_salt.as_deref(),
+            repeated: times * REPEATED_TOKEN * self.prompts.iter().map(length).sum::<usize>(),
+        }
+    }
 }
 
 /// What of the prompt an answer begins with.
@@ -95,11 +116,15 @@ pub(crate) fn stop_reason(reason: Option<StopReason>) -> Value {
     }
 }
 
-fn prompts(fields: &mut Fields) -> Result<Vec<Prompt>, ApiError> {
+/// Reads the prompts, of each of which there are to be so many samples.
+fn prompts(fields: &mut Fields, samples: usize) -> Result<Vec<Prompt>, ApiError> {
     let add_special_tokens = fields.flag("add_special_tokens")?.unwrap_or(true);
     match fields.ids("prompt") {
         Some(Ids::One(ids)) => return Ok(vec![Prompt::Tokens(ids)]),
-        Some(Ids::Many(all)) => return Ok(all.into_iter().map(Prompt::Tokens).collect()),
+        Some(Ids::Many(all)) => {
+            generation::sequences(all.len(), samples)?;
+            return Ok(all.into_iter().map(Prompt::Tokens).collect());
+        }
         None => {}
     }
     let Some(value) = fields.value("prompt") else {
@@ -113,19 +138,25 @@ fn prompts(fields: &mut Fields) -> Result<Vec<Prompt>, ApiError> {
         )
         .about("prompt")
     };
-    let text = |text: &str| Prompt::Text { text: text.to_owned(), add_special_tokens };
-    match &value {
+    let text = |text: String| Prompt::Text { text, add_special_tokens };
+    if let Value::Array(items) = &value
+        && items.first().is_some_and(|item| item.is_string() || item.is_array())
+    {
+        generation::sequences(items.len(), samples)?;
+    }
+    match value {
         Value::String(prompt) => Ok(vec![text(prompt)]),
         Value::Array(items) if items.is_empty() => {
             Err(ApiError::bad_request("`prompt` is an empty array; give at least one prompt").about("prompt"))
         }
         Value::Array(items) if items[0].is_string() => {
-            items.iter().map(|item| item.as_str().map(text).ok_or_else(wrong)).collect()
+            let prompt = |item| if let Value::String(prompt) = item { Ok(text(prompt)) } else { Err(wrong()) };
+            items.into_iter().map(prompt).collect()
         }
         Value::Array(items) if items[0].is_array() => {
             items.iter().map(|item| tokens(item).map(Prompt::Tokens).ok_or_else(wrong)).collect()
         }
-        Value::Array(_) => tokens(&value).map(|tokens| vec![Prompt::Tokens(tokens)]).ok_or_else(wrong),
+        value @ Value::Array(_) => tokens(&value).map(|tokens| vec![Prompt::Tokens(tokens)]).ok_or_else(wrong),
         _ => Err(wrong()),
     }
 }
@@ -136,6 +167,11 @@ pub(crate) fn cache_salt(fields: &mut Fields) -> Result<Option<String>, ApiError
         Some(salt) if salt.is_empty() => {
             Err(ApiError::bad_request("`cache_salt` must be a non-empty string if provided").about("cache_salt"))
         }
+        Some(salt) if salt.chars().count() > LONGEST_SALT => Err(ApiError::bad_request(format!(
+            "`cache_salt` has `{}` characters, and may have {LONGEST_SALT}: send a digest of it",
+            salt.chars().count()
+        ))
+        .about("cache_salt")),
         salt => Ok(salt),
     }
 }
@@ -178,7 +214,7 @@ fn read((app, caller): (&App, &Caller), headers: &HeaderMap, fields: &mut Fields
     };
     Ok(Asked {
         target,
-        prompts: prompts(fields)?,
+        prompts: prompts(fields, params.n)?,
         params,
         echo,
         logprobs: wanted.map(|count| usize::try_from(count).unwrap_or(usize::MAX)),
@@ -198,15 +234,18 @@ pub(crate) async fn create(
     body: Body,
 ) -> Result<Response, ApiError> {
     let answering = app.answering();
-    let mut fields = app.read(&headers, body).await?;
+    let fields = app.read(&headers, body).await?;
     target::resolve(&app, &caller, &fields).await?;
-    let blame = Blame { prompt: "prompt", structure: structured::field(&fields) };
-    let Asked { target, prompts, params, echo, logprobs, stream, shape, cache_salt, priority, id } =
-        read((&app, &caller), &headers, &mut fields)?;
-    let room = fields.take_room();
-    drop(fields);
+    let asker = caller.clone();
+    let taken = app.take(fields, move |app, fields| {
+        let blame = Blame { prompt: "prompt", structure: structured::field(fields) };
+        let asked = read((app, &asker), &headers, fields)?;
+        let pending = generation::admit(app, &asker, &asked.extent())?;
+        Ok((asked, pending, blame))
+    });
+    let ((asked, pending, blame), room) = taken.await?;
+    let Asked { target, prompts, params, echo, logprobs, stream, shape, cache_salt, priority, id } = asked;
     let samples = params.n;
-    let pending = generation::admit(&app, &caller, prompts.len(), &params)?;
     let texts = prompts.iter().map(|prompt| match prompt {
         Prompt::Text { text, .. } if echo.prompt => Some(text.clone()),
         _ => None,
@@ -222,7 +261,7 @@ pub(crate) async fn create(
         tenant: caller.tenant(),
     };
     let requests = prompts.into_iter().map(request).collect();
-    let generation = Generation::start((&app, &caller, pending), requests, room, stream.is_some(), blame).await?;
+    let generation = Generation::start((&app, &caller, pending), requests, room, stream.is_some(), blame, &id).await?;
     let version = generation.version.clone();
     let mut maker = Maker {
         id,

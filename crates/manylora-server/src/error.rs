@@ -291,6 +291,15 @@ mod tests {
     }
 
     #[test]
+    fn who_waits_too_long_for_a_grammar_is_to_come_back() {
+        let error = ApiError::from(EngineError::Busy("`64` requests wait".to_owned()));
+        assert!(matches!(error.rejection(), Some(Rejection::StructuredOutputs)));
+        let response = error.into_response();
+        assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
+        assert_eq!(response.headers()[header::RETRY_AFTER], "1");
+    }
+
+    #[test]
     fn a_48_who_names_what_is_not_there_is_not_told_what_is() {
         let error = EngineError::UnknownAdapter { name: "mine".to_owned(), loaded: "secret, other".to_owned() };
         let told = ApiError::from(error).to_json().to_string();

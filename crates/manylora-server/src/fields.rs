@@ -29,6 +29,19 @@ fn shown(value: &Value) -> String {
     if text.chars().count() <= 80 { text } else { format!("{}...", text.chars().take(80).collect::<String>()) }
 }
 
+impl Drop for Fields {
+    /// What is left of a large body takes long to be freed, and keeps its room until it is.
+    fn drop(&mut self) {
+        if !self.is_large() {
+            return;
+        }
+        let rest = (std::mem::take(&mut self.map), std::mem::take(&mut self.ids), self.take_room());
+        if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+            runtime.spawn_blocking(move || drop(rest));
+        }
+    }
+}
+
 fn wrong(name: &str, expected: &str, value: &Value) -> ApiError {
     ApiError::bad_request(format!("`{name}` must be {expected}, got `{}`", shown(value))).about(name)
 }
@@ -51,7 +64,12 @@ impl Fields {
 
     /// Those of a body.
     pub(crate) fn of_body(map: Map<String, Value>, ids: Vec<(String, Ids)>, room: Room) -> Self {
-        Self { ids, room, ..Self::new(map) }
+        Self { map, ids, room, path: String::new() }
+    }
+
+    /// Whether there is so much that it is not read on the threads that serve.
+    pub(crate) fn is_large(&self) -> bool {
+        self.room.is_any()
     }
 
     /// The memory that the body was given: to be kept as long as what is made of it.
@@ -61,7 +79,7 @@ impl Fields {
 
     /// Those of an object that is a field itself.
     pub(crate) fn within(place: &str, map: Map<String, Value>) -> Self {
-        Self { path: format!("{place}."), ..Self::new(map) }
+        Self { map, ids: Vec::new(), room: Room::default(), path: format!("{place}.") }
     }
 
     /// A value that stays.
@@ -73,7 +91,7 @@ impl Fields {
     pub(crate) fn value(&mut self, name: &str) -> Option<Value> {
         #[cfg(test)]
         asked::note(name, asked::How::Read);
-        self.map.shift_remove(name).filter(|value| !value.is_null())
+        self.map.swap_remove(name).filter(|value| !value.is_null())
     }
 
     /// Token ids of one prompt or of several, if the field is nothing else.
@@ -88,48 +106,70 @@ impl Fields {
         &mut self,
         name: &str,
         expected: &str,
-        read: impl FnOnce(&Value) -> Option<T>,
+        read: impl FnOnce(Value) -> Result<T, Value>,
     ) -> Result<Option<T>, ApiError> {
         let value = self.value(name).or_else(|| self.ids(name).map(|ids| ids.beginning()));
         let Some(value) = value else { return Ok(None) };
-        read(&value).map(Some).ok_or_else(|| wrong(&format!("{}{name}", self.path), expected, &value))
+        read(value).map(Some).map_err(|value| wrong(&format!("{}{name}", self.path), expected, &value))
+    }
+
+    /// One that is small, so that looking at it is enough.
+    fn seen<T>(
+        &mut self,
+        name: &str,
+        expected: &str,
+        read: impl FnOnce(&Value) -> Option<T>,
+    ) -> Result<Option<T>, ApiError> {
+        self.typed(name, expected, |value| read(&value).ok_or(value))
     }
 
     pub(crate) fn text(&mut self, name: &str) -> Result<Option<String>, ApiError> {
-        self.typed(name, "a string", |value| value.as_str().map(str::to_owned))
+        self.typed(name, "a string", |value| match value {
+            Value::String(text) => Ok(text),
+            other => Err(other),
+        })
     }
 
     pub(crate) fn flag(&mut self, name: &str) -> Result<Option<bool>, ApiError> {
-        self.typed(name, "true or false", Value::as_bool)
+        self.seen(name, "true or false", Value::as_bool)
     }
 
     pub(crate) fn number(&mut self, name: &str) -> Result<Option<f64>, ApiError> {
-        self.typed(name, "a number", Value::as_f64)
+        self.seen(name, "a number", Value::as_f64)
     }
 
     pub(crate) fn integer(&mut self, name: &str) -> Result<Option<i64>, ApiError> {
-        self.typed(name, "an integer", integer)
+        self.seen(name, "an integer", integer)
     }
 
     /// A number of things.
     pub(crate) fn count(&mut self, name: &str) -> Result<Option<usize>, ApiError> {
-        self.typed(name, "an integer of 0 or more", |value| usize::try_from(integer(value)?).ok())
+        self.seen(name, "an integer of 0 or more", |value| usize::try_from(integer(value)?).ok())
     }
 
     pub(crate) fn object(&mut self, name: &str) -> Result<Option<Map<String, Value>>, ApiError> {
-        self.typed(name, "an object", |value| value.as_object().cloned())
+        self.typed(name, "an object", |value| match value {
+            Value::Object(map) => Ok(map),
+            other => Err(other),
+        })
     }
 
     pub(crate) fn array(&mut self, name: &str) -> Result<Option<Vec<Value>>, ApiError> {
-        self.typed(name, "an array", |value| value.as_array().cloned())
+        self.typed(name, "an array", |value| match value {
+            Value::Array(items) => Ok(items),
+            other => Err(other),
+        })
     }
 
     /// One string, or several.
     pub(crate) fn texts(&mut self, name: &str) -> Result<Option<Vec<String>>, ApiError> {
         self.typed(name, "a string or an array of strings", |value| match value {
-            Value::String(text) => Some(vec![text.clone()]),
-            Value::Array(items) => items.iter().map(|item| item.as_str().map(str::to_owned)).collect(),
-            _ => None,
+            Value::String(text) => Ok(vec![text]),
+            Value::Array(items) if items.iter().all(Value::is_string) => {
+                let text = |item| if let Value::String(text) = item { Some(text) } else { None };
+                Ok(items.into_iter().filter_map(text).collect())
+            }
+            other => Err(other),
         })
     }
 
@@ -138,13 +178,13 @@ impl Fields {
         match self.ids(name) {
             Some(Ids::One(ids)) => Ok(Some(ids)),
             Some(ids) => Err(wrong(&format!("{}{name}", self.path), "an array of token ids", &ids.beginning())),
-            None => self.typed(name, "an array of token ids", tokens),
+            None => self.seen(name, "an array of token ids", tokens),
         }
     }
 
     /// Numbers by token id, whose JSON keys are strings.
     pub(crate) fn by_token(&mut self, name: &str) -> Result<Option<BTreeMap<u32, f32>>, ApiError> {
-        self.typed(name, "an object of token ids and numbers", |value| {
+        self.seen(name, "an object of token ids and numbers", |value| {
             let pair = |(key, value): (&String, &Value)| Some((key.trim().parse().ok()?, value.as_f64()? as f32));
             value.as_object()?.iter().map(pair).collect()
         })
@@ -154,7 +194,7 @@ impl Fields {
     pub(crate) fn refuse(&mut self, name: &str, reason: &str) -> Result<(), ApiError> {
         #[cfg(test)]
         asked::note(name, asked::How::Refused);
-        match self.map.shift_remove(name) {
+        match self.map.swap_remove(name) {
             Some(value) if !is_empty(&value) => {
                 let name = format!("{}{name}", self.path);
                 Err(ApiError::bad_request(format!("`{name}` is not supported: {reason}")).about(name))

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use futures_util::stream::{SelectAll, Stream, StreamExt, select_all};
-use manylora::{Delta, EngineError, GenerateRequest, Prompt, RequestStream, SamplingParams};
+use manylora::{AdapterSelection, Delta, EngineError, GenerateRequest, Prompt, RequestStream, SamplingParams};
 
 use crate::app::{App, Pending};
 use crate::body::Room;
@@ -16,28 +16,48 @@ use crate::target;
 
 /// Sequences that one request may ask for: what is made for each of them is made before any of them runs.
 const MOST_SEQUENCES: usize = 16_384;
-/// Bytes of what each of them has for itself: stop strings, biases, and lists of tokens.
-const MOST_LIST_BYTES: usize = 64 << 20;
+/// Bytes of what they have for themselves: stop strings, biases, lists of tokens, names, and what their answers repeat of
+/// the prompt.
+const MOST_BYTES: usize = 64 << 20;
 
-/// Admits the sequences of a request - so many prompts, each with `params` - if one request may ask for that.
-pub(crate) fn admit(
-    app: &Arc<App>,
-    caller: &Caller,
-    prompts: usize,
-    params: &SamplingParams,
-) -> Result<Pending, ApiError> {
-    let sequences = prompts.saturating_mul(params.n);
-    if sequences > MOST_SEQUENCES {
-        return Err(ApiError::bad_request(format!(
-            "the request asks for `{sequences}` sequences (prompts times `n`), one may ask for {MOST_SEQUENCES} at most"
-        ))
-        .about("n"));
+/// What a request asks for, as far as it may be too much.
+#[derive(Debug)]
+pub(crate) struct Extent<'a> {
+    pub(crate) prompts: usize,
+    /// Of each prompt.
+    pub(crate) params: &'a SamplingParams,
+    /// Of each prompt.
+    pub(crate) adapters: &'a [AdapterSelection],
+    /// Of each prompt.
+    pub(crate) cache_salt: Option<&'a str>,
+    /// Bytes of all prompts that the answer of each of their samples repeats.
+    pub(crate) repeated: usize,
+}
+
+/// How many sequences so many prompts are, if one request may ask for that.
+pub(crate) fn sequences(prompts: usize, samples: usize) -> Result<usize, ApiError> {
+    let sequences = prompts.saturating_mul(samples);
+    if sequences <= MOST_SEQUENCES {
+        return Ok(sequences);
     }
-    let bytes = params.list_bytes();
-    if sequences > 1 && sequences.saturating_mul(bytes) > MOST_LIST_BYTES {
+    Err(ApiError::bad_request(format!(
+        "the request asks for `{sequences}` sequences (prompts times `n`), one may ask for {MOST_SEQUENCES} at most"
+    ))
+    .about("n"))
+}
+
+/// Admits the sequences of a request, if one may ask for that.
+pub(crate) fn admit(app: &Arc<App>, caller: &Caller, extent: &Extent<'_>) -> Result<Pending, ApiError> {
+    let Extent { prompts, params, adapters, cache_salt, repeated } = *extent;
+    let sequences = sequences(prompts, params.n)?;
+    let adapters = adapters.iter().map(|adapter| size_of::<AdapterSelection>() + adapter.name.len()).sum::<usize>();
+    let each = params.list_bytes() + adapters + cache_salt.map_or(0, str::len);
+    let bytes = sequences.saturating_mul(each).saturating_add(params.n.saturating_mul(repeated));
+    if sequences > 1 && bytes > MOST_BYTES {
         return Err(ApiError::bad_request(format!(
-            "the request asks for `{sequences}` sequences (prompts times `n`), each with `{bytes}` bytes of stop strings, bad \
-             words, biases and token ids, and they may have {MOST_LIST_BYTES} together; send fewer prompts at a time"
+            "the request asks for `{sequences}` sequences (prompts times `n`); their stop strings, bad words, biases, token ids \
+             and names, and what their answers repeat of the prompts, come to `{bytes}` bytes, and may come to {MOST_BYTES}; \
+             send fewer prompts at a time"
         ))
         .about("n"));
     }
@@ -78,6 +98,50 @@ impl Blame {
     }
 }
 
+/// Submits requests on threads that may wait. All that they have been given goes along: where nobody waits for the end of
+/// this any more, it still lasts.
+async fn submit(
+    (app, caller, pending): (&Arc<App>, &Caller, Pending),
+    requests: Vec<GenerateRequest>,
+    room: Room,
+    mut account: Account,
+    streaming: bool,
+) -> Result<(Vec<RequestStream>, Pending, Account), ApiError> {
+    let texts = requests.iter().map(|request| match &request.prompt {
+        Prompt::Text { text, .. } => text.len(),
+        Prompt::Tokens(_) => 0,
+    });
+    let text_bytes = texts.sum();
+    let caller = caller.clone();
+    let queue = move |app: &Arc<App>, requests| match app.engine.submit_checked(requests, streaming) {
+        Ok(streams) => {
+            account.submitted(streams.iter().map(|stream| stream.prompt_token_ids().len()));
+            Ok((streams, pending, account))
+        }
+        // It went while the request was looked at.
+        Err(EngineError::UnknownAdapter { name, .. }) => Err(target::unknown(app, &caller, &name)),
+        Err(error) => Err(error.into()),
+    };
+    if !App::is_large_text(text_bytes) {
+        let work = move |app: &Arc<App>| {
+            let submitted = app.engine.check_all(requests).map_err(ApiError::from).and_then(|it| queue(app, it));
+            drop(room);
+            submitted
+        };
+        return app.blocking(work).await;
+    }
+    // Nobody who has a large text to encode waits for somebody's grammar.
+    let check = move |app: &Arc<App>| Ok((app.engine.check_all(requests)?, room, queue));
+    let (requests, room, queue) = app.blocking(check).await?;
+    let permit = app.encoding(text_bytes).await?;
+    app.blocking(move |app| {
+        let submitted = queue(app, requests);
+        drop((room, permit));
+        submitted
+    })
+    .await
+}
+
 /// One HTTP request's prompts in the engine. Dropping it aborts what still runs.
 pub(crate) struct Generation {
     app: Arc<App>,
@@ -94,35 +158,19 @@ pub(crate) struct Generation {
 
 impl Generation {
     /// Submits requests that were admitted and waits for the first news, so that whatever keeps them from running is told
-    /// before any byte of an answer. With `streaming` false each sample arrives whole. `room` is what their body was given.
+    /// before any byte of an answer. With `streaming` false each sample arrives whole. `room` is what their body was given, `id` the
+    /// answer's.
     pub(crate) async fn start(
         (app, caller, pending): (&Arc<App>, &Caller, Pending),
         requests: Vec<GenerateRequest>,
         room: Room,
         streaming: bool,
         blame: Blame,
+        id: &str,
     ) -> Result<Self, ApiError> {
-        let mut account = Account::open(app, &requests);
-        let texts = requests.iter().map(|request| match &request.prompt {
-            Prompt::Text { text, .. } => text.len(),
-            Prompt::Tokens(_) => 0,
-        });
-        let permit = app.encoding(texts.sum()).await.inspect_err(|_| account.void())?;
-        let caller = caller.clone();
-        // All that they have been given goes along: where nobody waits for the end of this any more, it still lasts.
-        let work = move |app: &Arc<App>| {
-            let submitted = app.engine.submit_all(requests, streaming);
-            drop((room, permit));
-            match submitted {
-                Ok(streams) => Ok((streams, pending)),
-                // It went while the request was looked at.
-                Err(EngineError::UnknownAdapter { name, .. }) => Err(target::unknown(app, &caller, &name)),
-                Err(error) => Err(error.into()),
-            }
-        };
-        let submitted = app.blocking(work).await.map_err(|error| blame.put(app, error));
-        let (streams, pending) = submitted.inspect_err(|_| account.void())?;
-        account.submitted(streams.iter().map(|stream| stream.prompt_token_ids().len()));
+        let account = Account::open(app, &requests, id);
+        let submitted = submit((app, caller, pending), requests, room, account, streaming).await;
+        let (streams, pending, account) = submitted.map_err(|error| blame.put(app, error))?;
         let prompts = streams.iter().map(|stream| stream.prompt_token_ids().to_vec()).collect();
         let tagged = streams.into_iter().enumerate().map(|(prompt, stream)| Tagged { prompt, stream });
         let rest = select_all(tagged);
@@ -169,5 +217,99 @@ impl Generation {
             sample.append(delta);
         }
         Ok(all)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use manylora::StructuredOutputs;
+
+    use super::*;
+    use crate::app::tests::app;
+    use crate::keys::User;
+    use crate::metrics::Rejection;
+
+    /// The oracle's base, with a tokenizer of which nothing is known but what it makes of a text: no text is too long for it.
+    fn base_without_reach() -> tempfile::TempDir {
+        let oracle = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/oracle/llama/base");
+        let folder = tempfile::tempdir().expect("a folder");
+        for file in std::fs::read_dir(oracle).expect("the oracle") {
+            let file = file.expect("a file").path();
+            std::fs::copy(&file, folder.path().join(file.file_name().expect("a name"))).expect("a copy");
+        }
+        let place = folder.path().join("tokenizer.json");
+        let text = std::fs::read_to_string(&place).expect("a tokenizer");
+        let mut tokenizer: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+        let before = tokenizer["normalizer"].take();
+        let all = [serde_json::json!({"type": "StripAccents"}), before];
+        let all: Vec<_> = all.into_iter().filter(|one| !one.is_null()).collect();
+        tokenizer["normalizer"] = serde_json::json!({"type": "Sequence", "normalizers": all});
+        std::fs::write(place, tokenizer.to_string()).expect("a tokenizer");
+        folder
+    }
+
+    fn request(bytes: usize, regex: &str) -> GenerateRequest {
+        let regex = Some(regex.to_owned());
+        let structured_outputs = Some(StructuredOutputs { regex, ..StructuredOutputs::default() });
+        GenerateRequest::text("x ".repeat(bytes / 2))
+            .params(SamplingParams { structured_outputs, ..SamplingParams::default() })
+    }
+
+    #[tokio::test]
+    async fn who_encodes_a_text_waits_for_nobodys_grammar() {
+        let base = base_without_reach();
+        let (_engine, app) = app(Some(base.path()));
+        let caller = Caller::default();
+        let submit = async |request: GenerateRequest| {
+            let pending = app.admit(&caller, 1).expect("room");
+            let requests = vec![request];
+            let account = Account::open(&app, &requests, "x");
+            let submitted = submit((&app, &caller, pending), requests, Room::default(), account, false).await;
+            submitted.map(drop).map_err(|error| error.to_json()["error"]["message"].to_string())
+        };
+        // Somebody encodes as much as may be encoded at once.
+        let all = app.encoding(usize::MAX).await.expect("a permit");
+        let told = submit(request(100_000, "(")).await.expect_err("no regular expression");
+        assert!(told.contains("structured_outputs.regex"), "{told}");
+        // A small one waits for nothing, and is found too long for it once it is encoded.
+        let told = submit(request(2000, "x")).await.expect_err("too many tokens");
+        assert!(told.contains("maximum context length"), "{told}");
+        let waiting = submit(request(100_000, "x"));
+        tokio::pin!(waiting);
+        let soon = tokio::time::Duration::from_millis(300);
+        assert!(tokio::time::timeout(soon, &mut waiting).await.is_err(), "it was not encoded");
+        drop(all);
+        let told = waiting.await.expect_err("too many tokens");
+        assert!(told.contains("maximum context length"), "{told}");
+    }
+
+    #[tokio::test]
+    async fn a_48_who_named_what_went_meanwhile_is_told_nothing_of_others() {
+        let (engine, app) = app(None);
+        let adapter = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/oracle/llama/adapters/beta");
+        engine.register_adapter(manylora::AdapterSource::directory("secret", adapter)).expect("a good one");
+        let key = r#"{"name": "one", "key": "k", "adapters": ["mine"], "base": false}"#;
+        let user = User::named(serde_json::from_str(key).expect("a key"), None).expect("a good key");
+        let caller = Caller(Some(Arc::new(user)));
+        let requests = vec![GenerateRequest::tokens([5]).adapter("mine")];
+        let account = Account::open(&app, &requests, "x");
+        let pending = app.admit(&caller, 1).expect("room");
+        let submitted = submit((&app, &caller, pending), requests, Room::default(), account, false).await;
+        let told = submitted.map(drop).expect_err("it is not there").to_json().to_string();
+        assert!(told.contains("The model `mine` does not exist.") && told.contains("404"), "{told}");
+        assert!(!told.contains("secret"), "{told}");
+    }
+
+    #[tokio::test]
+    async fn a_request_that_is_turned_away_for_a_while_is_counted() {
+        let (_engine, app) = app(None);
+        let blame = Blame { prompt: "prompt", structure: "response_format" };
+        let counted = || app.metrics.rejections().series()[Rejection::StructuredOutputs as usize].1;
+        let before = counted();
+        let error = blame.put(&app, EngineError::Busy("later".to_owned()).into());
+        assert!(error.is_unavailable());
+        assert_eq!(counted(), before + 1);
+        let error = blame.put(&app, EngineError::StructuredOutputs("no".to_owned()).into());
+        assert_eq!((counted(), &error.to_json()["error"]["param"]), (before + 1, &"response_format".into()));
     }
 }

@@ -11,8 +11,8 @@ const PRIORITY: HeaderName = HeaderName::from_static("x-vllm-priority");
 /// Characters of an id in a body.
 const LONGEST_ID: usize = 256;
 
-/// The id of an answer, so that clients and logs find it by the request's: the one in the header, or in the body, or the
-/// one that the request was given here.
+/// The id of an answer, which its line of the log has, too, so that both are found by the request's: the one in the header,
+/// or in the body, or the one that the request was given here.
 pub(crate) fn answer_id(prefix: &str, headers: &HeaderMap, fields: &mut Fields) -> Result<String, ApiError> {
     let said = fields.text("request_id")?;
     if let Some(id) = said.as_ref().filter(|id| id.is_empty() || id.chars().count() > LONGEST_ID) {

@@ -1,7 +1,8 @@
 //! JSON of strangers: read with bounds on what it becomes in memory. A value of a tree takes forty times the bytes that it is
-//! written with, so there may be so many of them; token ids, of which a prompt may well have millions, are no tree.
+//! written with, so room is taken for values as they come, and one body may have so many of them; token ids, of which a prompt
+//! may well have millions, are no tree. Reading takes time in proportion to the bytes, whatever they say.
 
-use std::cell::Cell;
+use std::cell::RefCell;
 use std::fmt;
 
 use serde::de::{DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
@@ -9,6 +10,8 @@ use serde_json::{Map, Number, Value};
 
 /// Values that a body may have beside its token ids.
 pub(crate) const MOST_VALUES: usize = 1 << 20;
+/// An object takes as much as so many values beside its own.
+const OF_AN_OBJECT: usize = 3;
 
 /// Token ids of one prompt or of several.
 #[derive(Clone, Debug, PartialEq)]
@@ -69,26 +72,36 @@ pub(crate) enum Fault {
     Syntax(serde_json::Error),
     /// It has too many values.
     TooMany,
+    /// There is no room for its values now.
+    NoRoom,
 }
 
-/// Reads a body. Fields of these names are looked at for token ids.
-pub(crate) fn read(bytes: &[u8], of_ids: &[&str]) -> Result<Document, Fault> {
-    let left = Cell::new(Some(MOST_VALUES));
+/// Reads a body. Fields of these names are looked at for token ids; `make_room` is asked for room for so many values in all,
+/// before they are made.
+pub(crate) fn read(bytes: &[u8], of_ids: &[&str], make_room: &mut dyn FnMut(usize) -> bool) -> Result<Document, Fault> {
+    let (mut values, mut refused) = (0_usize, None);
+    let take = RefCell::new(|more: usize| {
+        values = values.saturating_add(more);
+        if values > MOST_VALUES {
+            refused = Some(Fault::TooMany);
+        } else if !make_room(values) {
+            refused = Some(Fault::NoRoom);
+        }
+        refused.is_none()
+    });
     let mut deserializer = serde_json::Deserializer::from_slice(bytes);
-    let top = Top { left: Left(&left), of_ids };
+    let top = Top { left: Left(&take), of_ids };
     let read = deserializer.deserialize_any(top).and_then(|document| deserializer.end().map(|()| document));
-    read.map_err(|error| if left.get().is_none() { Fault::TooMany } else { Fault::Syntax(error) })
+    read.map_err(|error| refused.unwrap_or(Fault::Syntax(error)))
 }
 
-/// Values that there may still be; None once there was one too many.
+/// Takes room for so many values; false where they may not be.
 #[derive(Clone, Copy)]
-struct Left<'a>(&'a Cell<Option<usize>>);
+struct Left<'a>(&'a RefCell<dyn FnMut(usize) -> bool + 'a>);
 
 impl Left<'_> {
     fn take<E: serde::de::Error>(self, values: usize) -> Result<(), E> {
-        let left = self.0.get().and_then(|left| left.checked_sub(values));
-        self.0.set(left);
-        left.map(|_| ()).ok_or_else(|| E::custom("too many values"))
+        if (self.0.borrow_mut())(values) { Ok(()) } else { Err(E::custom("no more values")) }
     }
 }
 
@@ -109,11 +122,14 @@ impl<'de> Visitor<'de> for Top<'_> {
         while let Some(name) = access.next_key::<String>()? {
             self.left.take(1)?;
             // Of fields that come twice the last one counts.
-            all.retain(|(known, _)| *known != name);
-            map.shift_remove(&name);
             if self.of_ids.contains(&name.as_str()) {
+                all.retain(|(known, _)| *known != name);
                 match access.next_value_seed(Either { left: self.left, depth: 2 })? {
-                    Element::Ids(ids) => all.push((name, ids)),
+                    Element::Ids(ids) => {
+                        // Not one that keeps the order of the others: it would look at all of them.
+                        map.swap_remove(&name);
+                        all.push((name, ids));
+                    }
                     Element::Id(id) => {
                         map.insert(name, Value::from(id));
                     }
@@ -207,13 +223,16 @@ impl<'de> Visitor<'de> for Tree<'_> {
         while let Some(item) = access.next_element_seed(self)? {
             items.push(item);
         }
+        // Of one it would have room for four.
+        items.shrink_to_fit();
         Ok(Value::Array(items))
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut access: A) -> Result<Value, A::Error> {
         let mut map = Map::new();
         while let Some(name) = access.next_key::<String>()? {
-            self.0.take(1)?;
+            // The first has room made for some more, and a table.
+            self.0.take(if map.is_empty() { 1 + OF_AN_OBJECT } else { 1 })?;
             map.insert(name, access.next_value_seed(self)?);
         }
         Ok(Value::Object(map))
@@ -326,7 +345,7 @@ mod tests {
     use super::*;
 
     fn fields(text: &str) -> (Map<String, Value>, Vec<(String, Ids)>) {
-        match read(text.as_bytes(), &["prompt", "tokens"]) {
+        match read(text.as_bytes(), &["prompt", "tokens"], &mut |_| true) {
             Ok(Document::Object(map, ids)) => (map, ids),
             other => panic!("{text}: {other:?}"),
         }
@@ -371,7 +390,10 @@ mod tests {
     fn there_may_be_so_many_values_and_no_more() {
         let zeros = |count: usize| vec!["0"; count].join(",");
         let most = MOST_VALUES - 2;
-        assert!(matches!(read(format!(r#"{{"a":[{}]}}"#, zeros(most)).as_bytes(), &[]), Ok(Document::Object(..))));
+        assert!(matches!(
+            read(format!(r#"{{"a":[{}]}}"#, zeros(most)).as_bytes(), &[], &mut |_| true),
+            Ok(Document::Object(..))
+        ));
         for text in [
             format!(r#"{{"a":[{}]}}"#, zeros(most + 1)),
             format!(r#"{{"prompt":[{},"x"]}}"#, zeros(most + 1)),
@@ -380,7 +402,11 @@ mod tests {
             format!(r#"{{"a":{{{}}}}}"#, vec![r#""":0"#; most].join(",")),
             format!("[{}]", zeros(MOST_VALUES + 1)),
         ] {
-            assert!(matches!(read(text.as_bytes(), &["prompt"]), Err(Fault::TooMany)), "{}", &text[..20]);
+            assert!(
+                matches!(read(text.as_bytes(), &["prompt"], &mut |_| true), Err(Fault::TooMany)),
+                "{}",
+                &text[..20]
+            );
         }
         let (_, ids) = fields(&format!(r#"{{"prompt":[{}]}}"#, zeros(3 * MOST_VALUES)));
         assert_eq!(ids[0].1.count(), 3 * MOST_VALUES);

@@ -130,27 +130,32 @@ impl User {
         self.named.as_ref().is_none_or(|key| key.adapters.is_none())
     }
 
+    /// Counts so many sequences more, if there may be. One that may not run is not counted for a moment either: two that come
+    /// at once would keep each other out.
+    fn run(&self, sequences: usize, most: usize) -> Option<Running> {
+        let more = |running: usize| running.checked_add(sequences).filter(|all| *all <= most);
+        self.running.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).ok()?;
+        Some(Running { of: Arc::clone(&self.running), sequences })
+    }
+
     /// Lets one more request run, with so many sequences, or says how long to wait.
     fn admit(self: &Arc<Self>, sequences: usize) -> Result<Running, ApiError> {
-        self.running.fetch_add(sequences, Ordering::Relaxed);
-        let running = Running { of: Arc::clone(&self.running), sequences };
-        let Some(key) = &self.named else { return Ok(running) };
-        if let Some(most) = key.max_concurrent {
-            if sequences > most {
-                return Err(ApiError::bad_request(format!(
-                    "the request has `{sequences}` sequences (its prompts, each n times), and `{}` may have `{most}` at once \
-                     (max_concurrent)",
-                    key.name
-                )));
-            }
-            if self.running.load(Ordering::Relaxed) > most {
-                return Err(ApiError::too_many(
-                    Rejection::MaxConcurrent,
-                    format!("`{}` may have `{most}` sequences at once; try again in a moment", key.name),
-                    1,
-                ));
-            }
+        let (name, most) = match &self.named {
+            Some(key) => (key.name.as_str(), key.max_concurrent.unwrap_or(usize::MAX)),
+            None => ("", usize::MAX),
+        };
+        if sequences > most {
+            return Err(ApiError::bad_request(format!(
+                "the request has `{sequences}` sequences (its prompts, each n times), and `{name}` may have `{most}` at once \
+                 (max_concurrent)"
+            )));
         }
+        let too_many = || {
+            let message = format!("`{name}` may have `{most}` sequences at once; try again in a moment");
+            ApiError::too_many(Rejection::MaxConcurrent, message, 1)
+        };
+        let running = self.run(sequences, most).ok_or_else(too_many)?;
+        let Some(key) = &self.named else { return Ok(running) };
         if let Some(rate) = key.requests_per_minute {
             let mut allowance = self.allowance.lock().unwrap_or_else(PoisonError::into_inner);
             let now = Instant::now();
@@ -242,6 +247,26 @@ mod tests {
         // What can never be is not put off.
         assert_eq!(user.admit(3).expect_err("three in one").to_json()["error"]["code"], 400);
         assert_eq!(user.running.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn of_two_at_once_one_may_run() {
+        let user = user(r#"{"name": "a", "key": "k", "max_concurrent": 1}"#);
+        let both = std::sync::Barrier::new(2);
+        let ask = || {
+            let round = |_| {
+                both.wait();
+                let admitted = user.admit(1).ok();
+                both.wait();
+                admitted.is_some()
+            };
+            (0..20_000).map(round).collect::<Vec<bool>>()
+        };
+        let (one, two) = std::thread::scope(|scope| {
+            let (one, two) = (scope.spawn(ask), scope.spawn(ask));
+            (one.join().expect("answers"), two.join().expect("answers"))
+        });
+        assert!(one.iter().zip(&two).all(|(one, two)| one ^ two), "none of two, or both");
     }
 
     #[test]

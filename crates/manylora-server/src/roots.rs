@@ -2,6 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use manylora::AdapterSource;
+
 use crate::config::ServerConfig;
 use crate::error::{ApiError, ServerError};
 
@@ -44,8 +46,9 @@ impl LoraRoot {
         self.folder.as_deref()
     }
 
-    /// The real path of an adapter's folder, if it lies inside. A relative path counts from the folder.
-    pub(crate) fn resolve(&self, name: &str, given: &str) -> Result<PathBuf, ApiError> {
+    /// An adapter, if its folder lies inside; each of its files must, too, whenever it is read. A relative path counts from
+    /// the folder.
+    pub(crate) fn resolve(&self, name: &str, given: &str) -> Result<AdapterSource, ApiError> {
         let Some(folder) = &self.folder else { return Err(ApiError::forbidden("management of adapters is off")) };
         let outside = || {
             ApiError::forbidden(format!(
@@ -73,7 +76,7 @@ impl LoraRoot {
             ))
             .about("lora_path"));
         }
-        Ok(real)
+        Ok(AdapterSource::directory(name, real).confined_to(folder))
     }
 }
 

@@ -24,20 +24,30 @@ use crate::target;
 const LEAST_BYTES: usize = 1 << 20;
 const LEAST_TOKENS: usize = 1 << 17;
 
-/// The fields of a body but those that say whom it is for, which is checked and makes no difference; and what it was given
-/// while it is worked on.
-async fn read(
+/// Reads a body: whom it is for, which is checked and makes no difference, and then what is worked on. Also gives what it was
+/// given for as long as that takes.
+async fn read<T: Send + 'static>(
     app: &Arc<App>,
     caller: &Caller,
-    headers: &HeaderMap,
-    body: Body,
-) -> Result<(Fields, Pending, Room), ApiError> {
-    let mut fields = app.read(headers, body).await?;
-    let room = fields.take_room();
+    (headers, body): (&HeaderMap, Body),
+    read: impl FnOnce(&App, &mut Fields) -> Result<T, ApiError> + Send + 'static,
+) -> Result<(T, (Pending, Room)), ApiError> {
+    let fields = app.read(headers, body).await?;
     target::resolve(app, caller, &fields).await?;
-    target::read(app, caller, &mut fields)?;
-    let pending = app.admit(caller, 1)?;
-    Ok((fields, pending, room))
+    let caller = caller.clone();
+    let taken = app.take(fields, move |app, fields| {
+        target::read(app, &caller, fields)?;
+        let pending = app.admit(&caller, 1)?;
+        Ok((read(app, fields)?, pending))
+    });
+    let ((read, pending), room) = taken.await?;
+    Ok((read, (pending, room)))
+}
+
+/// What is to be tokens.
+enum Given {
+    Text { text: String, add_special_tokens: bool },
+    Chat(Box<Conversation>),
 }
 
 #[derive(Serialize)]
@@ -55,18 +65,25 @@ pub(crate) async fn tokenize(
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, ApiError> {
-    let (mut fields, pending, room) = read(&app, &caller, &headers, body).await?;
-    let spelled = fields.flag("return_token_strs")?.unwrap_or(false);
-    let (text, add_special_tokens, held) = if let Some(text) = fields.text("prompt")? {
-        (text, fields.flag("add_special_tokens")?.unwrap_or(true), (pending, room))
-    } else {
-        let tools = fields.array("tools")?.map(serde_json::Value::Array);
-        let conversation = Conversation::read(&app, &mut fields, tools)?;
-        let add_special_tokens = conversation.add_special_tokens;
-        let (text, held) = conversation.render(&app, (pending, room)).await?;
-        (text, add_special_tokens, held)
+    let read = read(&app, &caller, (&headers, body), |app, fields| {
+        let spelled = fields.flag("return_token_strs")?.unwrap_or(false);
+        let given = if let Some(text) = fields.text("prompt")? {
+            Given::Text { text, add_special_tokens: fields.flag("add_special_tokens")?.unwrap_or(true) }
+        } else {
+            let tools = fields.array("tools")?.map(serde_json::Value::Array);
+            Given::Chat(Box::new(Conversation::read(app, fields, tools)?))
+        };
+        Ok((spelled, given))
+    });
+    let ((spelled, given), held) = read.await?;
+    let (text, add_special_tokens, held) = match given {
+        Given::Text { text, add_special_tokens } => (text, add_special_tokens, held),
+        Given::Chat(conversation) => {
+            let add_special_tokens = conversation.add_special_tokens;
+            let (text, held) = conversation.render(&app, held).await?;
+            (text, add_special_tokens, held)
+        }
     };
-    drop(fields);
     let permit = app.encoding(text.len()).await?;
     app.blocking(move |app| {
         let tokenizer = app.engine.tokenizer()?;
@@ -95,10 +112,11 @@ pub(crate) async fn detokenize(
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, ApiError> {
-    let (mut fields, pending, room) = read(&app, &caller, &headers, body).await?;
-    let Some(tokens) = fields.tokens("tokens")? else {
-        return Err(ApiError::bad_request("`tokens` is missing; give an array of token ids").about("tokens"));
-    };
+    let read = read(&app, &caller, (&headers, body), |_, fields| {
+        let missing = || ApiError::bad_request("`tokens` is missing; give an array of token ids").about("tokens");
+        fields.tokens("tokens")?.ok_or_else(missing)
+    });
+    let (tokens, held) = read.await?;
     let most = app.engine.info().max_model_len.max(LEAST_TOKENS);
     if tokens.len() > most {
         return Err(
@@ -108,7 +126,7 @@ pub(crate) async fn detokenize(
     app.blocking(move |app| {
         let text = app.engine.tokenizer()?.decode(&tokens, false, true).map_err(EngineError::from)?;
         let answer = answer::json(&json!({"prompt": text}));
-        drop((pending, room));
+        drop(held);
         Ok(answer)
     })
     .await

@@ -7,11 +7,13 @@ use std::thread::{JoinHandle, spawn};
 use std::time::Duration;
 
 use axum::Router;
+use axum::extract::Request;
 use axum::http::{HeaderValue, header};
 use axum::response::IntoResponse;
 use hyper_util::server::graceful::GracefulShutdown;
 use tokio::sync::{oneshot, watch};
 
+use crate::body;
 use crate::config::ServerConfig;
 use crate::connection;
 use crate::error::{ApiError, ServerError};
@@ -44,8 +46,9 @@ impl WaitingRoom {
         theirs.set_nonblocking(true).map_err(failed)?;
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
         let (stop, stopped) = oneshot::channel();
+        let most_bytes = config.max_body_bytes;
         let thread = spawn(move || {
-            if let Err(error) = runtime.block_on(answer(theirs, tls, stopped)) {
+            if let Err(error) = runtime.block_on(answer(theirs, tls, stopped, most_bytes)) {
                 tracing::warn!("the port cannot be answered on while the model loads: {error}");
             }
         });
@@ -65,11 +68,14 @@ async fn answer(
     listener: TcpListener,
     tls: Option<Arc<Tls>>,
     mut stopped: oneshot::Receiver<Infallible>,
+    most_bytes: usize,
 ) -> std::io::Result<()> {
     let listener = tokio::net::TcpListener::from_std(listener)?;
     let graceful = GracefulShutdown::new();
     let (running, stopping) = watch::channel(());
-    let router = Router::new().fallback(async || {
+    let router = Router::new().fallback(async move |request: Request| {
+        // A client that still sends would lose the answer.
+        body::discard(request.into_body(), most_bytes).await;
         let error = ApiError::unavailable("the model is being loaded; try again in a moment", RETRY_AFTER);
         let mut answer = error.into_response();
         // Who comes back is to find the server.
@@ -120,6 +126,13 @@ mod tests {
             assert!(told.starts_with("HTTP/1.1 503"), "{told}");
             assert!(told.contains("retry-after: 5") && told.contains("connection: close"), "{told}");
         }
+        // Nor is the answer lost where a body comes with the question, and goes on for long.
+        let mut stream = TcpStream::connect(address).unwrap();
+        write!(stream, "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {}\r\n\r\n", 8 << 20).unwrap();
+        stream.write_all(&vec![b' '; 8 << 20]).unwrap();
+        let mut text = String::new();
+        stream.read_to_string(&mut text).unwrap();
+        assert!(text.starts_with("HTTP/1.1 503"), "{text}");
         let listener = room.close();
         listener.set_nonblocking(false).unwrap();
         let waiting = TcpStream::connect(address).unwrap();

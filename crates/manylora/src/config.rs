@@ -4,9 +4,10 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use manylora_core::SchedulingPolicy;
+use manylora_core::budget::division::SizeSettings;
 use manylora_core::eviction::EvictionPolicyKind;
 use manylora_core::sampling::LogprobsMode;
+use manylora_core::{SchedulingPolicy, SchedulingSettings};
 
 use crate::error::EngineError;
 use crate::registry::AdapterSource;
@@ -184,6 +185,8 @@ pub struct EngineConfig {
 impl EngineConfig {
     /// Defaults for the base in `model`.
     pub fn new(model: impl Into<PathBuf>) -> Self {
+        // What decides sizes is the planner's and the simulator's, too.
+        let (sizes, scheduling) = (SizeSettings::new(0), SchedulingSettings::default());
         Self {
             model: model.into(),
             model_names: Vec::new(),
@@ -192,25 +195,25 @@ impl EngineConfig {
             chat_template: None,
             device: Device::Auto,
             dtype: DType::Auto,
-            max_model_len: None,
-            max_num_seqs: 64,
-            max_num_batched_tokens: None,
-            block_size: 16,
-            kv_cache_memory_bytes: None,
-            gpu_memory_utilization: 0.92,
+            max_model_len: sizes.max_model_len,
+            max_num_seqs: sizes.max_num_seqs,
+            max_num_batched_tokens: sizes.max_num_batched_tokens,
+            block_size: sizes.block_size,
+            kv_cache_memory_bytes: sizes.kv_cache_memory_bytes,
+            gpu_memory_utilization: sizes.gpu_memory_utilization,
             batch_invariant: false,
             fixed_gemm_algorithm: false,
             enforce_eager: false,
             cuda_library_folders: Vec::new(),
-            enable_prefix_caching: true,
-            enable_chunked_prefill: true,
-            scheduling_policy: SchedulingPolicy::Fair,
-            enable_lora: true,
-            max_lora_rank: 16,
-            max_loras: None,
-            max_cpu_loras: None,
-            lora_eviction: EvictionPolicyKind::Lru,
-            lora_memory_bytes: None,
+            enable_prefix_caching: scheduling.enable_prefix_caching,
+            enable_chunked_prefill: sizes.enable_chunked_prefill,
+            scheduling_policy: scheduling.policy,
+            enable_lora: sizes.enable_lora,
+            max_lora_rank: sizes.max_lora_rank,
+            max_loras: sizes.max_loras,
+            max_cpu_loras: scheduling.max_cpu_loras,
+            lora_eviction: scheduling.eviction,
+            lora_memory_bytes: scheduling.lora_memory_bytes,
             lora_roots: None,
             lora_target_modules: None,
             strict_base: false,
@@ -223,7 +226,7 @@ impl EngineConfig {
             simd: None,
             loader_threads: None,
             before_read: None,
-            max_deferred_steps: 256,
+            max_deferred_steps: scheduling.max_deferred_steps,
         }
     }
 }

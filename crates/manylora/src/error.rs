@@ -1,5 +1,6 @@
 //! Errors of the engine: each says what failed, with the value, and what to do.
 
+use manylora_core::budget::division::SizeError;
 use manylora_core::{CoreError, FailureReason, LoadFailure, LoadFault};
 use manylora_kernels::KernelError;
 use manylora_model::error::RefusalKind;
@@ -165,8 +166,49 @@ impl From<AdapterRefusal> for EngineError {
     }
 }
 
+impl From<SizeError> for EngineError {
+    fn from(error: SizeError) -> Self {
+        match error {
+            SizeError::Setting(message) => Self::InvalidArgument(message),
+            SizeError::DoesNotFit { needed, available, message } => {
+                Self::Model(ModelError::DoesNotFit { needed, available, message })
+            }
+        }
+    }
+}
+
 impl From<CoreError> for EngineError {
     fn from(error: CoreError) -> Self {
         Self::InvalidArgument(error.to_string())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_may_go_well_another_time_is_told_apart() {
+        let refused = |kind| {
+            let (adapter, reason) = ("x".to_owned(), "it is as it is".to_owned());
+            EngineError::from(AdapterRefusal { adapter, keys: Vec::new(), reason, kind, report: None })
+        };
+        let source = std::io::Error::from(std::io::ErrorKind::OutOfMemory);
+        let memory = || KernelError::OutOfMemory { what: "x".to_owned(), bytes: 1 };
+        for (error, fault) in [
+            (refused(RefusalKind::NotFound), LoadFault::Missing),
+            (refused(RefusalKind::Forbidden), LoadFault::Forbidden),
+            (refused(RefusalKind::Invalid), LoadFault::Invalid),
+            (refused(RefusalKind::Unavailable), LoadFault::Temporary),
+            (ModelError::Io { path: "x".into(), source }.into(), LoadFault::Temporary),
+            (ModelError::Kernel(memory()).into(), LoadFault::Temporary),
+            (memory().into(), LoadFault::Temporary),
+            (EngineError::Stopped("x".to_owned()), LoadFault::Temporary),
+            (ModelError::Tokenizer("x".to_owned()).into(), LoadFault::Invalid),
+            (EngineError::InvalidArgument("x".to_owned()), LoadFault::Invalid),
+        ] {
+            let told = error.load_failure();
+            assert_eq!((told.fault, told.message), (fault, error.to_string()));
+        }
     }
 }

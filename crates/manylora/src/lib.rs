@@ -34,8 +34,8 @@ mod structure;
 
 pub use config::{DType, Device, EngineConfig, ReadHook};
 pub use engine::{
-    CardMemory, DeviceMemory, Distribution, Engine, EngineHandle, EngineInfo, EngineStats, LoadFailureCounts, Meters,
-    NamedResident, Phase, PhaseSeconds, Share, Timing, model_dimensions,
+    CardMemory, CheckedRequests, DeviceMemory, Distribution, Engine, EngineHandle, EngineInfo, EngineStats,
+    LoadFailureCounts, Meters, NamedResident, Phase, PhaseSeconds, ProcessorBytes, Share, Timing, model_dimensions,
 };
 pub use error::EngineError;
 pub use manylora_core::eviction::EvictionPolicyKind;

@@ -28,13 +28,16 @@ pub struct AdapterSource {
     pub replace: bool,
     /// What people named it by (a relative path, a hub id), if not by the folder itself.
     pub root: Option<String>,
+    /// Where its folder and each of its files must lie once links are followed, at every read; None = where all adapters may
+    /// (`lora_roots`).
+    pub confined_to: Option<PathBuf>,
 }
 
 impl AdapterSource {
     /// A PEFT folder under a name.
     pub fn directory(name: impl Into<String>, path: impl Into<PathBuf>) -> Self {
         let origin = AdapterOrigin::Directory(path.into());
-        Self { name: name.into(), int_id: None, origin, replace: false, root: None }
+        Self { name: name.into(), int_id: None, origin, replace: false, root: None, confined_to: None }
     }
 
     /// An adapter in memory under a name: what `adapter_config.json` would say, and the tensors that
@@ -42,7 +45,13 @@ impl AdapterSource {
     /// candle's). It is refused or applied as one from a folder is, and has the same version.
     pub fn memory(name: impl Into<String>, config: Value, tensors: BTreeMap<String, MemoryTensor>) -> Self {
         let origin = AdapterOrigin::Memory(Some(Arc::new(AdapterTensors { config, tensors })));
-        Self { name: name.into(), int_id: None, origin, replace: false, root: None }
+        Self { name: name.into(), int_id: None, origin, replace: false, root: None, confined_to: None }
+    }
+
+    /// The same, confined to a folder.
+    #[must_use]
+    pub fn confined_to(self, root: impl Into<PathBuf>) -> Self {
+        Self { confined_to: Some(root.into()), ..self }
     }
 
     /// What stays of it once its content is packed: a folder can be read again, given tensors are not kept.
@@ -51,8 +60,7 @@ impl AdapterSource {
             AdapterOrigin::Directory(path) => AdapterOrigin::Directory(path.clone()),
             AdapterOrigin::Memory(_) => AdapterOrigin::Memory(None),
         };
-        let Self { name, int_id, replace, root, .. } = self;
-        Self { name: name.clone(), int_id: *int_id, origin, replace: *replace, root: root.clone() }
+        Self { origin, ..self.clone() }
     }
 }
 

@@ -183,7 +183,7 @@ pub struct RequestStream {
     shared: Arc<Monitor<State>>,
     /// What makes the samples' text, in their order, until each has ended; empty where the engine does, or nobody.
     texts: Vec<Option<Detokenizer>>,
-    prompt_token_ids: Arc<Vec<u32>>,
+    prompt_token_ids: Arc<[u32]>,
     adapter_versions: Vec<(String, Option<Digest>)>,
     on_drop: Option<Box<dyn FnOnce() + Send + Sync>>,
 }
@@ -198,7 +198,7 @@ impl std::fmt::Debug for RequestStream {
 pub(crate) fn channel(
     samples: usize,
     texts: Vec<Option<Detokenizer>>,
-    prompt_token_ids: Arc<Vec<u32>>,
+    prompt_token_ids: Arc<[u32]>,
     adapter_versions: Vec<(String, Option<Digest>)>,
     on_drop: impl FnOnce() + Send + Sync + 'static,
 ) -> (StreamSender, RequestStream) {

@@ -4,6 +4,7 @@
 mod common;
 
 use std::fs;
+use std::os::unix::fs::symlink;
 use std::path::Path;
 
 use common::{Answer, Oracle, adapter_path, answers, engine, greedy, load, oracle_root, request};
@@ -84,6 +85,44 @@ fn a_23_changed_content_is_not_served() {
     let mut stream = engine.submit(request(&oracle.prompt("mid"), Some("changing"), greedy(6))).expect("queued");
     let error = stream.collect_all().expect_err("the content is another one").to_string();
     assert!(error.contains("changed on disk"), "{error}");
+}
+
+/// a source that is confined to a folder is so with each of its files, at every read.
+#[test]
+fn a_48_files_are_confined_whenever_they_are_read() {
+    let oracle = Oracle::open("llama");
+    let engine = engine(&oracle, |config| {
+        config.max_loras = Some(1);
+        config.max_cpu_loras = Some(1);
+    });
+    let (root, outside) = (tempfile::tempdir().expect("a folder"), tempfile::tempdir().expect("a folder"));
+    let tensors = "adapter_model.safetensors";
+    let source = |name: &str| AdapterSource::directory(name, root.path().join(name)).confined_to(root.path());
+    copy(&adapter_path(&oracle, "alpha"), outside.path());
+    for (name, file) in [("config", "adapter_config.json"), ("tensors", tensors), ("late", ""), ("evicted", "")] {
+        let folder = root.path().join(name);
+        copy(&adapter_path(&oracle, "alpha"), &folder);
+        if !file.is_empty() {
+            fs::remove_file(folder.join(file)).expect("a file");
+            symlink(outside.path().join(file), folder.join(file)).expect("a link");
+            let refused = engine.load_adapter(source(name)).expect_err("a file elsewhere");
+            assert!(refused.to_string().contains("leaves the folder"), "{refused}");
+            // Where the source may lie anywhere its files may, too.
+            engine.register_adapter(AdapterSource::directory(name, folder)).expect("the operator's own");
+        }
+    }
+    engine.register_adapter(source("late")).expect("its files lie inside");
+    engine.load_adapter(source("evicted")).expect("its files lie inside");
+    load(&engine, &oracle, &["beta"]);
+    answer(&engine, &oracle, Some("beta"));
+    for name in ["late", "evicted"] {
+        let file = root.path().join(name).join(tensors);
+        fs::remove_file(&file).expect("a file");
+        symlink(outside.path().join(tensors), &file).expect("a link");
+        let mut stream = engine.submit(request(&oracle.prompt("mid"), Some(name), greedy(6))).expect("queued");
+        let error = stream.collect_all().expect_err("a file elsewhere").to_string();
+        assert!(error.contains("leaves the folder"), "{error}");
+    }
 }
 
 /// other content under a name is refused without the flag, replaces with it, and a failed replacement

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use manylora::sampler::{
-    RandomKey, RowNeed, Sampled, SamplerScratch, SamplerSetup, SequenceSampler, bad_word_sequences,
+    PromptTokens, RandomKey, RowNeed, Sampled, SamplerScratch, SamplerSetup, SequenceSampler, bad_word_sequences,
 };
 use manylora_core::SamplingParams;
 use manylora_core::sampling::LogprobsMode;
@@ -20,6 +20,7 @@ const NOTHING: Context<'static> = Context { prompt: &[], end_tokens: &[], bad_wo
 fn sampler(params: &SamplingParams, vocab_size: usize, context: &Context<'_>) -> SequenceSampler {
     let &Context { prompt, end_tokens, bad_words } = context;
     let key = RandomKey::of_request(1, 0);
+    let prompt = &PromptTokens::new(params, prompt);
     let setup =
         SamplerSetup { prompt, vocab_size, end_tokens, bad_words, key, logprobs_mode: LogprobsMode::RawLogprobs };
     SequenceSampler::new(params, setup)

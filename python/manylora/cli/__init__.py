@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from manylora._core import __version__
-from manylora.cli import bench, demo, serve
+from manylora.cli import bench, demo, plan, serve
 from manylora.cli.log import shown_log
 from manylora.exceptions import ManyLoRAError
 from manylora.flags import FlagParser
@@ -19,6 +19,7 @@ examples:
   manylora demo --max-tokens 64 --dtype float32 --threads 1
   manylora serve BASE --lora-modules sql=./sql support=./support
   manylora bench serve --request-rate 4        time every token of 1000 requests to that server
+  manylora plan --model Qwen2.5-7B-Instruct --gpu rtx4090 --adapters 30    what fits on a card, in bytes
 """
 
 
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo.add_parser(commands)
     serve.add_parser(commands)
     bench.add_parser(commands)
+    plan.add_parser(commands)
     parsed = parser.parse_args(arguments)
     if not hasattr(parsed, "run"):
         parser.print_help()

@@ -43,7 +43,7 @@ class AdapterAdministration:
         self._same_content: dict[str, dict[str, str]] = {}
         # Id -> adapter that is being unloaded, where waiting for that was given up.
         self._leaving: dict[int, str] = {}
-        adapter_cache.USERS.add(self)
+        adapter_cache.add_user(self)
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter now.

@@ -1,5 +1,9 @@
 //! The arithmetic of bytes on cards: everything lies in one reservation, in parts that start and end at whole granules.
 
+mod working;
+
+pub use working::{MOST_COMPOSED, StepRoom, most_kv_blocks, product_workspace_bytes, whole_granules};
+
 use super::{ModelDimensions, TargetModule};
 
 /// Every part of a card's memory starts at a multiple of so many bytes.
@@ -49,14 +53,10 @@ impl ModelDimensions {
         };
         let [q, k, v, o, gate, up, down] = TargetModule::ALL;
         let vector = |width: u64| granules(SINGLE * width);
-        let (queries, keys) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
-        let biases = if self.attention_bias { vector(queries) + 2 * vector(keys) } else { 0 };
-        let head_norms = if self.head_norm { 2 * vector(self.head_dim) } else { 0 };
+        let vectors: u64 = self.layer_vectors().map(vector).sum();
         let layer = elements(&[q, k, v]) + elements(&[o]) + elements(&[gate, up]) + elements(&[down]);
         let ends = if self.tied { 1 } else { 2 };
-        self.layers * (layer + biases + head_norms + 2 * vector(self.hidden))
-            + vector(self.hidden)
-            + ends * granules(HALF * self.vocabulary * self.hidden)
+        self.layers * (layer + vectors) + vector(self.hidden) + ends * granules(HALF * self.vocabulary * self.hidden)
     }
 
     /// Bytes on a card of an adapter of one rank on `modules` of every layer.
@@ -89,6 +89,8 @@ mod tests {
             vocabulary: 100,
             tied: true,
             attention_bias: true,
+            output_bias: false,
+            mlp_bias: false,
             head_norm: true,
         };
         // q, k, v of 64 + 32 + 32 rows, o, gate and up, down; five vectors and two norms of heads, a granule each.

@@ -404,7 +404,7 @@ impl Driver {
             progress.cached_tokens = sequence.cached_tokens;
             let named = progress.request.adapters.iter().filter(|adapter| adapter.scale != 0.0);
             progress.wanted.get_or_insert_with(|| Wanted {
-                prompt: progress.request.prompt.clone(),
+                prompt: progress.request.prompt.to_vec(),
                 adapters: named
                     .map(|adapter| (self.versions[&adapter.registration], adapter.scale, adapter.first_active))
                     .collect(),
@@ -541,7 +541,7 @@ impl Driver {
 pub(crate) fn request(prompt: &[u32], max_tokens: usize) -> NewRequest {
     NewRequest {
         id: RequestId(0),
-        prompt: prompt.to_vec(),
+        prompt: prompt.into(),
         max_tokens,
         priority: 0,
         cache_salt: None,

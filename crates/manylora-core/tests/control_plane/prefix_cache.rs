@@ -7,7 +7,7 @@ use crate::driver::{BLOCK_SIZE, Driver, config, prompt, whole};
 fn cached(driver: &mut Driver, adapters: Vec<AdapterUse>, salt: Option<&str>, prompt: &[u32]) -> u32 {
     let request = driver.submit_request(NewRequest {
         id: RequestId(0),
-        prompt: prompt.to_vec(),
+        prompt: prompt.into(),
         max_tokens: 3,
         priority: 0,
         cache_salt: salt.map(str::to_owned),
@@ -122,7 +122,7 @@ fn prompt_logits_and_the_switch_turn_reading_off() {
     cached(&mut driver, vec![], None, &tokens);
     let request = driver.submit_request(NewRequest {
         id: RequestId(0),
-        prompt: tokens.clone(),
+        prompt: tokens.as_slice().into(),
         max_tokens: 3,
         priority: 0,
         cache_salt: None,

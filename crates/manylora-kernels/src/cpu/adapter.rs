@@ -6,7 +6,8 @@
 
 use super::level::SimdLevel;
 use super::memory::{ALIGNMENT, AlignedVec};
-use super::pack::{PanelFormat, f32_to_bf16};
+use super::pack::PanelFormat;
+use super::panel::{pack_rows, store_values};
 use crate::backend::{FactorFeed, FactorType, FillFactors, PackedAdapter, StorageType, StoredFactor};
 use crate::error::KernelError;
 use crate::site::{Site, SiteShape};
@@ -71,7 +72,7 @@ struct Packing<'s> {
     packed: Vec<bool>,
     /// Rows of one panel of B, widened.
     widened: Vec<f32>,
-    /// Rows of one panel of B, rounded to bf16.
+    /// Rows of one panel of B, rounded to the format of the adapter.
     rounded: Vec<u8>,
 }
 
@@ -192,22 +193,16 @@ impl<'s> Packing<'s> {
         let panels = b_blob.chunks_exact_mut(format.panel_bytes(rank));
         for (panel, first) in panels.zip((0..output).step_by(format.width())) {
             let rows = b.part(first * rank..(first + format.width()).min(output) * rank);
-            match dtype {
-                StorageType::Bf16 if holds(rows, dtype) => panel_bf16(self.level, rows.bytes, rank, panel),
-                StorageType::Bf16 => {
-                    self.widened.resize(rows.len(), 0.0);
-                    rows.widen(&mut self.widened);
-                    self.rounded.resize(rows.len() * 2, 0);
-                    store_values(dtype, &mut self.rounded, &self.widened);
-                    panel_bf16(self.level, &self.rounded, rank, panel);
-                }
-                StorageType::F32 => {
-                    self.widened.resize(rows.len(), 0.0);
-                    rows.widen(&mut self.widened);
-                    panel_f32(&self.widened, rank, panel);
-                }
-                StorageType::F16 => unreachable!("refused where it is asked for"),
-            }
+            let rows = if holds(rows, dtype) {
+                rows.bytes
+            } else {
+                self.widened.resize(rows.len(), 0.0);
+                rows.widen(&mut self.widened);
+                self.rounded.resize(rows.len() * dtype.bytes(), 0);
+                store_values(dtype, &mut self.rounded, &self.widened);
+                &self.rounded
+            };
+            pack_rows(self.level, format, rows, rank, panel);
         }
         Ok(())
     }
@@ -253,60 +248,6 @@ fn store_transposed(dtype: StorageType, blob: &mut [u8], stored: StoredFactor<'_
             }
         }
     }
-}
-
-/// Written to become vector code.
-#[inline]
-fn store_values(dtype: StorageType, blob: &mut [u8], values: &[f32]) {
-    match dtype {
-        StorageType::F32 => {
-            for (four, value) in blob.as_chunks_mut::<4>().0.iter_mut().zip(values) {
-                *four = value.to_ne_bytes();
-            }
-        }
-        StorageType::Bf16 => {
-            for (two, value) in blob.as_chunks_mut::<2>().0.iter_mut().zip(values) {
-                *two = f32_to_bf16(*value).to_ne_bytes();
-            }
-        }
-        StorageType::F16 => unreachable!("refused where it is asked for"),
-    }
-}
-
-/// Packs up to 16 rows of B, f32, for the few inputs that B has: its panels stay in the first-level cache.
-fn panel_f32(rows: &[f32], rank: usize, panel: &mut [u8]) {
-    for (output, row) in rows.chunks_exact(rank).enumerate() {
-        for (step, value) in panel.as_chunks_mut::<64>().0.iter_mut().zip(row) {
-            step[output * 4..output * 4 + 4].copy_from_slice(&value.to_ne_bytes());
-        }
-    }
-}
-
-/// Packs up to 16 rows of B, bf16 in memory's order of bytes.
-fn panel_bf16(level: SimdLevel, rows: &[u8], rank: usize, panel: &mut [u8]) {
-    let packed = if rows.len() == 32 * rank { interleave_bf16(level, rows, rank, panel) } else { 0 };
-    if packed == rank {
-        return;
-    }
-    for (output, row) in rows.chunks_exact(2 * rank).enumerate() {
-        let offset = output % 8 * 4 + output / 8 * 2;
-        let steps = panel.as_chunks_mut::<32>().0.iter_mut().zip(row.as_chunks::<2>().0);
-        for (step, value) in steps.skip(packed) {
-            step[offset..offset + 2].copy_from_slice(value);
-        }
-    }
-}
-
-/// Packs the first inputs of 16 rows, as many as the level's instructions take, and returns how many it packed.
-#[cfg_attr(target_arch = "x86_64", expect(unsafe_code, reason = "the level's instructions are the processor's"))]
-fn interleave_bf16(level: SimdLevel, rows: &[u8], rank: usize, panel: &mut [u8]) -> usize {
-    #[cfg(target_arch = "x86_64")]
-    if level != SimdLevel::Portable && super::x86::has_avx2() {
-        // SAFETY: the processor was asked for AVX2 on the line above.
-        return unsafe { super::x86::avx2_panel::interleave_bf16(rows, rank, panel) };
-    }
-    let _ = (level, rows, rank, panel);
-    0
 }
 
 #[cfg(test)]

@@ -158,10 +158,12 @@ impl<'a> Expand<'a> {
                         row.tile = tile.add(tile_row * width + (column - first_output));
                     }
                 }
+                // SAFETY: B has a panel for every 16 outputs.
+                let weights = unsafe { segment.b.add(column / B_WIDTH * panel_bytes) };
                 let job = PanelJob {
                     rows: &list[..which.len()],
-                    // SAFETY: B has a panel for every 16 outputs.
-                    weights: unsafe { segment.b.add(column / B_WIDTH * panel_bytes) },
+                    weights,
+                    next: weights.wrapping_add(panel_bytes),
                     panel_stride: panel_bytes,
                     panels: 1,
                     steps: segment.rank,

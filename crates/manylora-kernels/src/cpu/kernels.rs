@@ -40,6 +40,9 @@ pub(super) struct PanelJob<'a> {
     pub(super) first_step: usize,
     /// Start from zero instead of from the tile.
     pub(super) fresh: bool,
+    /// What this thread will probably read after this job, as much as the job has itself: where kernels that read ahead
+    /// go on.
+    pub(super) next: *const u8,
     /// Lines to fetch after each block of rows, for whoever comes after the kernel.
     pub(super) ahead: Option<&'a Ahead<'a>>,
 }

@@ -41,12 +41,13 @@ const ROWS_BYTES: usize = 768 << 10;
 const STRETCH_BYTES: usize = 16 << 10;
 /// The same where something is fetched in the gaps between blocks: more of them, so that few lines are asked for at once.
 const STRETCH_BYTES_WITH_GAPS: usize = 8 << 10;
-/// Panels that belong together in a run, and runs that a thread draws of each block of rows when nobody is late: few
-/// enough to read long stretches of memory, many enough to even out.
-const PANELS_TOGETHER: usize = 4;
+/// Runs that a thread draws of each block of rows when nobody is late: few enough to read long stretches of memory, many
+/// enough to even out.
 const RUNS_PER_THREAD: usize = 8;
-/// Bytes of weights in a run at most (some tens of microseconds), so that nobody waits long for the last one.
+/// Bytes of weights in a run at most, and the same times the rows that they are multiplied with (ten to thirty
+/// microseconds), so that nobody waits long for the last one.
 const RUN_BYTES: usize = 512 << 10;
+const RUN_WORK: usize = 1 << 20;
 /// Outputs of the widest panel, and of a panel of B.
 const WIDEST: usize = 32;
 pub(super) const B_WIDTH: usize = 16;
@@ -88,10 +89,21 @@ struct Call<'a> {
     /// Panels of all parts, and the number of runs that they are drawn in for each block of rows.
     panels: usize,
     runs: usize,
+    /// Panels that a run has a multiple of, where it can: what kernels compute side by side.
+    together: usize,
     /// The next ticket: runs of the first block of rows, then of the second, ...
     next: AtomicUsize,
     /// Some part wants its rows as pairs of bf16.
     pairs: bool,
+}
+
+/// A block of rows, as all its runs need it.
+struct Prepared<'a> {
+    block: usize,
+    first_row: usize,
+    rows: usize,
+    /// For each part.
+    expands: [Option<Expand<'a>>; MAX_PARTS],
 }
 
 // SAFETY: threads read shared inputs, and write disjoint columns of the outputs, disjoint shrink results and their own
@@ -184,7 +196,9 @@ pub(super) fn linear(
     scratch.reserve_threads(threads, scratch_each).expect("working memory of a step: reserve it at start");
     let panels = views[..parts.len()].iter().map(|part| part.panels).sum::<usize>();
     let bytes = views[..parts.len()].iter().map(|part| part.panels * part.format.panel_bytes(inputs)).sum::<usize>();
-    let runs = (threads * RUNS_PER_THREAD).max(bytes.div_ceil(RUN_BYTES));
+    let work = bytes * tile_rows.min(rows);
+    let runs = (threads * RUNS_PER_THREAD).max(bytes.div_ceil(RUN_BYTES)).max(work.div_ceil(RUN_WORK));
+    let together = panels_side_by_side(backend.level, rows.min(tile_rows), usize::MAX);
     let call = Call {
         level: backend.level,
         rows,
@@ -199,7 +213,8 @@ pub(super) fn linear(
         scratch_each,
         tile_rows,
         panels,
-        runs: if threads == 1 { 1 } else { panels.div_ceil(PANELS_TOGETHER).min(runs).max(1) },
+        together,
+        runs: if threads == 1 { 1 } else { panels.div_ceil(together).min(runs).max(1) },
         next: AtomicUsize::new(0),
         pairs,
     };
@@ -273,6 +288,7 @@ pub(super) fn embed_deltas(
         scratch_each,
         tile_rows: MOST_ROWS,
         panels: part.panels,
+        together: 1,
         runs: 1,
         next: AtomicUsize::new(0),
         pairs: false,
@@ -405,28 +421,64 @@ impl Call<'_> {
         // SAFETY: this thread's own stretch of the scratch.
         let tile = unsafe { self.scratch.add(thread * self.scratch_each) };
         let blocks = self.rows.div_ceil(self.tile_rows);
-        let mut rounded = None;
+        let mut prepared: Option<Prepared<'_>> = None;
         loop {
             let ticket = self.next.fetch_add(1, Ordering::Relaxed);
             let (block, run) = (ticket / self.runs, ticket % self.runs);
             if block >= blocks {
                 return;
             }
-            let first_row = (0..block).map(|before| block_rows(self.rows, self.tile_rows, before)).sum();
-            let rows = block_rows(self.rows, self.tile_rows, block);
-            if self.pairs && rounded != Some(block) {
-                self.round_rows(first_row, rows, tile);
-                rounded = Some(block);
+            if prepared.as_ref().is_none_or(|prepared| prepared.block != block) {
+                prepared = Some(self.prepare(block, tile));
             }
-            self.run_of_panels(Pool::split(self.panels, PANELS_TOGETHER, run, self.runs), first_row, rows, tile);
+            self.run_of_panels(self.run(run), prepared.as_ref().expect("just made"), tile);
         }
     }
 
+    /// What all runs of a block of rows need.
+    fn prepare(&self, block: usize, tile: *mut f32) -> Prepared<'_> {
+        let first_row = (0..block).map(|before| block_rows(self.rows, self.tile_rows, before)).sum();
+        let rows = block_rows(self.rows, self.tile_rows, block);
+        if self.pairs {
+            self.round_rows(first_row, rows, tile);
+        }
+        let expands = std::array::from_fn(|part| self.parts.get(part).map(|part| self.expand(part, first_row, rows)));
+        Prepared { block, first_row, rows, expands }
+    }
+
+    /// The panels of a run, counted through all parts.
+    fn run(&self, run: usize) -> Range<usize> {
+        Pool::split(self.panels, self.together, run, self.runs)
+    }
+
+    /// Where a panel's weights are.
+    fn weights(&self, mut panel: usize) -> *const u8 {
+        for part in self.parts {
+            if panel < part.panels {
+                return part.weights.wrapping_add(panel * part.format.panel_bytes(self.inputs));
+            }
+            panel -= part.panels;
+        }
+        unreachable!("no panel `{panel}` behind the last part's")
+    }
+
+    /// The weights that a thread will probably read when it is done with the panels before `panel` of a run that ends with
+    /// `end`: the run's next ones, or those of the run that it would draw now; where none is left, what it just read.
+    fn follows(&self, panel: usize, end: usize) -> *const u8 {
+        if panel < end {
+            return self.weights(panel);
+        }
+        let ticket = self.next.load(Ordering::Relaxed);
+        let left = ticket < self.runs * self.rows.div_ceil(self.tile_rows);
+        self.weights(if left { self.run(ticket % self.runs).start } else { panel - 1 })
+    }
+
     /// Panels (counted through all parts) of one block of rows.
-    fn run_of_panels(&self, share: Range<usize>, first_row: usize, rows: usize, tile: *mut f32) {
+    fn run_of_panels(&self, share: Range<usize>, prepared: &Prepared<'_>, tile: *mut f32) {
+        let (first_row, rows) = (prepared.first_row, prepared.rows);
         let mut before = 0;
         let mut list = [PanelRow { input: std::ptr::null(), tile }; MOST_ROWS];
-        for part in self.parts {
+        for (part, expand) in self.parts.iter().zip(prepared.expands.iter().flatten()) {
             let first = share.start.saturating_sub(before).min(part.panels);
             let last = share.end.saturating_sub(before).min(part.panels);
             before += part.panels;
@@ -434,7 +486,6 @@ impl Call<'_> {
                 continue;
             }
             let pairs = part.format == PanelFormat::Bf16Pairs;
-            let expand = self.expand(part, first_row, rows);
             let mut panel = first;
             while panel < last {
                 let group = panels_side_by_side(self.level, rows, last - panel);
@@ -457,7 +508,8 @@ impl Call<'_> {
                         prefetch(out.wrapping_add(column).cast());
                     }
                 }
-                self.base(part, panel, group, &list[..rows], &expand);
+                let follows = self.follows(before - part.panels + panel + group, share.end);
+                self.base(part, (panel, group), &list[..rows], expand, follows);
                 let last_output = (first_output + width).min(part.outputs);
                 // SAFETY: the tile has these rows; B has panels for all outputs of the part.
                 unsafe { expand.run(first_output, last_output, width, tile) };
@@ -514,7 +566,15 @@ impl Call<'_> {
     }
 
     /// The base weights: one chain per (row, output) over all inputs. Meanwhile B of the rows' adapters is fetched.
-    fn base(&self, part: &Part, panel: usize, group: usize, rows: &[PanelRow], expand: &Expand<'_>) {
+    /// Behind the last bytes, what `follows` is.
+    fn base(
+        &self,
+        part: &Part,
+        (panel, group): (usize, usize),
+        rows: &[PanelRow],
+        expand: &Expand<'_>,
+        follows: *const u8,
+    ) {
         let kernel = panel_kernel(self.level, part.format);
         let steps = self.inputs.div_ceil(part.format.inputs_per_step());
         let panel_bytes = part.format.panel_bytes(self.inputs);
@@ -529,15 +589,18 @@ impl Call<'_> {
         let ahead = expand.ahead(first_output, width, gaps);
         let mut first_step = 0;
         loop {
+            // SAFETY: the panel and the step lie in the packed weight.
+            let weights = unsafe { part.weights.add(panel * panel_bytes + first_step * part.format.step_bytes()) };
+            let last = first_step + stretch >= steps;
             let job = PanelJob {
                 rows,
-                // SAFETY: the panel and the step lie in the packed weight.
-                weights: unsafe { part.weights.add(panel * panel_bytes + first_step * part.format.step_bytes()) },
+                weights,
                 panel_stride: panel_bytes,
                 panels: group,
                 steps: stretch.min(steps - first_step),
                 first_step,
                 fresh: first_step == 0,
+                next: if last { follows } else { weights.wrapping_add(stretch * part.format.step_bytes()) },
                 ahead: ahead.as_ref(),
             };
             // SAFETY: panels, inputs and tiles are as large as the job says; the backend's level is available.

@@ -1,7 +1,7 @@
 //! The CPU backend: SIMD levels chosen at run time, one barrier pool, packed weights.
 //!
 //! Reading order: `level` (which instructions), `pool` (how work is shared), `memory`, `pack` and `adapter` (how
-//! matrices lie in memory), `linear` (base and adapters in one pass) with its `expand` and `kernels`, then the smaller operations
+//! matrices lie in memory; `panel` puts them there), `linear` (base and adapters in one pass) with its `expand` and `kernels`, then the smaller operations
 //! over `vector`.
 
 mod activation;
@@ -22,6 +22,7 @@ mod linear;
 mod memory;
 mod norm;
 mod pack;
+mod panel;
 mod parallel;
 mod pool;
 mod portable;
@@ -132,7 +133,7 @@ impl Backend for CpuBackend {
 
     fn pack_weight(&self, what: &str, source: &dyn RowSource, dtype: StorageType) -> Result<PackedWeight, KernelError> {
         computed(dtype)?;
-        PackedWeight::pack(&self.pool, PanelFormat::of_weight(self.level, dtype), what, source)
+        PackedWeight::pack(&self.pool, self.level, PanelFormat::of_weight(self.level, dtype), what, source)
     }
 
     fn weight_bytes(&self, rows: usize, columns: usize, dtype: StorageType) -> usize {

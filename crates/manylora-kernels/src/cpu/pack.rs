@@ -9,12 +9,14 @@
 //! | [`PanelFormat::Bf16`] | `[N/16][K][8][2]`: outputs `j` and `j + 8` share a word, low half first | portable, AVX2 |
 //! | [`PanelFormat::Bf16Pairs`] | `[N/32][K/2][32][2]`: inputs `2k` and `2k + 1` share a word | AVX-512 BF16 |
 
-use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::level::SimdLevel;
 use super::memory::AlignedVec;
+use super::panel::{pack_rows, store_values};
 use super::pool::Pool;
-use crate::backend::{RowSource, StorageType};
+use crate::backend::{RowSource, StorageType, StoredRows};
 use crate::error::KernelError;
 
 /// Layout of a packed matrix.
@@ -47,6 +49,14 @@ impl PanelFormat {
         match dtype {
             StorageType::F32 => Self::F32,
             StorageType::Bf16 | StorageType::F16 => Self::Bf16,
+        }
+    }
+
+    /// Type of its numbers.
+    pub(super) const fn dtype(self) -> StorageType {
+        match self {
+            Self::F32 => StorageType::F32,
+            Self::Bf16 | Self::Bf16Pairs => StorageType::Bf16,
         }
     }
 
@@ -85,8 +95,8 @@ impl PanelFormat {
         outputs.div_ceil(self.width()) * self.panel_bytes(inputs)
     }
 
-    /// Byte offset of an element within its panel, and whether it is stored in two bytes or four.
-    const fn element_offset(self, output: usize, input: usize) -> usize {
+    /// Byte offset of an element within its panel.
+    pub(super) const fn element_offset(self, output: usize, input: usize) -> usize {
         match self {
             Self::F32 => input * 64 + output * 4,
             Self::Bf16 => input * 32 + (output % 8) * 4 + (output / 8) * 2,
@@ -110,9 +120,11 @@ pub struct PackedWeight {
 }
 
 impl PackedWeight {
-    /// Packs `source` on all threads of `pool`, a panel at a time: each thread holds one panel's rows as f32, no more.
+    /// Packs `source` on all threads of `pool`, a batch of panels at a time: each thread holds one batch's rows, no more,
+    /// and what it has read is in its cache until it is packed.
     pub(super) fn pack(
         pool: &Pool,
+        level: SimdLevel,
         format: PanelFormat,
         what: &str,
         source: &dyn RowSource,
@@ -126,27 +138,30 @@ impl PackedWeight {
         if bytes == 0 {
             return Ok(weight);
         }
-        let panel_bytes = format.panel_bytes(inputs);
+        let (panel_bytes, panels, threads) = (format.panel_bytes(inputs), weight.panels(), pool.threads());
+        let batch = (BATCH_BYTES / panel_bytes).clamp(1, panels.div_ceil(threads));
+        let region = threads * (REGION_BYTES / (batch * panel_bytes)).max(1) * batch;
+        let packing = Packing { level, format, source, stored: source.stored(format.dtype()) };
+        let scratch: Vec<Mutex<Scratch>> = (0..threads).map(|_| Mutex::default()).collect();
         // Short regions, so that another engine on the same pool gets its turn while this one loads.
-        for group in weight.data.chunks_mut(panel_bytes * pool.threads() * PANELS_PER_REGION).enumerate() {
-            let (region, panels) = group;
-            let first = region * pool.threads() * PANELS_PER_REGION;
-            let shares: Vec<Mutex<(usize, &mut [u8])>> = panels
-                .chunks_mut(panel_bytes * PANELS_PER_REGION)
+        for (index, panels) in weight.data.chunks_mut(region * panel_bytes).enumerate() {
+            let batches: Vec<Mutex<(usize, &mut [u8])>> = panels
+                .chunks_mut(batch * panel_bytes)
                 .enumerate()
-                .map(|(share, panels)| Mutex::new((first + share * PANELS_PER_REGION, panels)))
+                .map(|(at, panels)| Mutex::new((index * region + at * batch, panels)))
                 .collect();
-            let failure = Mutex::new(None);
-            pool.run(&|part, parts| {
-                for share in shares.iter().skip(part).step_by(parts) {
-                    let mut share = share.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-                    let first = share.0;
-                    if let Err(error) = pack_panels(format, source, first, &mut *share.1) {
-                        *failure.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(error);
+            let (next, failure) = (AtomicUsize::new(0), Mutex::new(None));
+            pool.run(&|part, _| {
+                let mut scratch = locked(&scratch[part]);
+                while let Some(batch) = batches.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let (first, panels) = &mut *locked(batch);
+                    if let Err(error) = packing.pack(*first, panels, &mut scratch) {
+                        *locked(&failure) = Some(error);
+                        return;
                     }
                 }
             });
-            if let Some(error) = failure.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner) {
+            if let Some(error) = failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
                 return Err(error);
             }
         }
@@ -214,41 +229,58 @@ impl PackedWeight {
     }
 }
 
-const PANELS_PER_REGION: usize = 16;
+/// Bytes that a thread reads at a time, unless one panel has more: less than a second-level cache holds.
+const BATCH_BYTES: usize = 256 << 10;
+/// Bytes that each thread packs in a region: one or two milliseconds.
+const REGION_BYTES: usize = 4 << 20;
 
-fn pack_panels(
-    format: PanelFormat,
-    source: &dyn RowSource,
-    first: usize,
-    panels: &mut [u8],
-) -> Result<(), KernelError> {
-    let (outputs, inputs) = (source.rows(), source.columns());
-    let mut values = vec![0.0f32; format.width() * inputs];
-    for (index, panel) in panels.chunks_exact_mut(format.panel_bytes(inputs)).enumerate() {
-        let row = (first + index) * format.width();
-        let count = format.width().min(outputs - row);
-        source.read(row, &mut values[..count * inputs])?;
-        pack_panel(format, &values[..count * inputs], inputs, panel);
-    }
-    Ok(())
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Packs up to one panel's rows (row-major `[count, inputs]`) into `panel`, whose padding is left as it is (zero).
-fn pack_panel(format: PanelFormat, values: &[f32], inputs: usize, panel: &mut [u8]) {
-    // In blocks of inputs, so that the strided writes stay in the first-level cache.
-    const BLOCK: usize = 64;
-    for first in (0..inputs).step_by(BLOCK) {
-        let last = (first + BLOCK).min(inputs);
-        for (output, row) in values.chunks_exact(inputs).enumerate() {
-            for (input, value) in row[first..last].iter().enumerate() {
-                let offset = format.element_offset(output, first + input);
-                if matches!(format, PanelFormat::F32) {
-                    panel[offset..offset + 4].copy_from_slice(&value.to_ne_bytes());
-                } else {
-                    panel[offset..offset + 2].copy_from_slice(&f32_to_bf16(*value).to_ne_bytes());
-                }
+/// What a thread packs from.
+#[derive(Default)]
+struct Scratch {
+    /// Rows as the format has their numbers.
+    rows: Vec<u8>,
+    /// Rows that have yet to be rounded.
+    values: Vec<f32>,
+}
+
+/// How a matrix is packed.
+struct Packing<'a> {
+    level: SimdLevel,
+    format: PanelFormat,
+    source: &'a dyn RowSource,
+    /// Its rows, where they need not be converted.
+    stored: Option<&'a dyn StoredRows>,
+}
+
+impl Packing<'_> {
+    /// Packs the panels from `first` on.
+    fn pack(&self, first: usize, panels: &mut [u8], scratch: &mut Scratch) -> Result<(), KernelError> {
+        let Self { level, format, source, stored } = *self;
+        let (outputs, inputs, width, dtype) = (source.rows(), source.columns(), format.width(), format.dtype());
+        let panel_bytes = format.panel_bytes(inputs);
+        let (first, last) = (first * width, ((first + panels.len() / panel_bytes) * width).min(outputs));
+        let panel_rows = width * inputs * dtype.bytes();
+        if let Some(stored) = stored {
+            scratch.rows.resize((last - first) * inputs * dtype.bytes(), 0);
+            stored.read_stored(first, &mut scratch.rows)?;
+            for (rows, panel) in scratch.rows.chunks(panel_rows).zip(panels.chunks_exact_mut(panel_bytes)) {
+                pack_rows(level, format, rows, inputs, panel);
             }
+            return Ok(());
         }
+        for (row, panel) in (first..last).step_by(width).zip(panels.chunks_exact_mut(panel_bytes)) {
+            let values = (last - row).min(width) * inputs;
+            scratch.values.resize(values, 0.0);
+            source.read(row, &mut scratch.values)?;
+            scratch.rows.resize(values * dtype.bytes(), 0);
+            store_values(dtype, &mut scratch.rows, &scratch.values);
+            pack_rows(level, format, &scratch.rows, inputs, panel);
+        }
+        Ok(())
     }
 }
 
@@ -275,7 +307,9 @@ mod tests {
     use half::bf16;
 
     use super::{PackedWeight, PanelFormat, bf16_to_f32, f32_to_bf16};
-    use crate::backend::RowSource;
+    use crate::backend::{RowSource, StorageType, StoredRows};
+    use crate::cpu::level::SimdLevel;
+    use crate::cpu::panel::store_values;
     use crate::cpu::pool::{Pool, PoolOptions};
     use crate::error::KernelError;
 
@@ -283,6 +317,19 @@ mod tests {
         rows: usize,
         columns: usize,
         fail_at: Option<usize>,
+        /// What its rows are stored as.
+        stored: Option<StorageType>,
+    }
+
+    impl StoredRows for Numbers {
+        fn read_stored(&self, first: usize, out: &mut [u8]) -> Result<(), KernelError> {
+            let dtype = self.stored.unwrap();
+            let mut values = vec![0.0; out.len() / dtype.bytes()];
+            assert!(values.len().is_multiple_of(self.columns));
+            self.read(first, &mut values)?;
+            store_values(dtype, out, &values);
+            Ok(())
+        }
     }
 
     impl RowSource for Numbers {
@@ -301,6 +348,9 @@ mod tests {
             }
             Ok(())
         }
+        fn stored(&self, dtype: StorageType) -> Option<&dyn StoredRows> {
+            (self.stored == Some(dtype)).then_some(self)
+        }
     }
 
     #[test]
@@ -318,10 +368,16 @@ mod tests {
     #[test]
     fn rows_read_back_as_packed() {
         let pool = Pool::new(PoolOptions { threads: Some(2), ..PoolOptions::default() }).unwrap();
-        for format in [PanelFormat::F32, PanelFormat::Bf16, PanelFormat::Bf16Pairs] {
-            for (rows, columns) in [(1, 1), (12, 36), (33, 7), (600, 65), (1100, 3)] {
-                let source = Numbers { rows, columns, fail_at: None };
-                let weight = PackedWeight::pack(&pool, format, "w", &source).unwrap();
+        let levels = SimdLevel::available();
+        let formats = [PanelFormat::F32, PanelFormat::Bf16, PanelFormat::Bf16Pairs];
+        let stored = [None, Some(StorageType::Bf16), Some(StorageType::F32)];
+        for (level, format, stored) in levels
+            .iter()
+            .flat_map(|level| formats.iter().flat_map(move |format| stored.map(|stored| (*level, *format, stored))))
+        {
+            for (rows, columns) in [(1, 1), (12, 36), (33, 7), (600, 65), (1100, 3), (64, 9000)] {
+                let source = Numbers { rows, columns, fail_at: None, stored };
+                let weight = PackedWeight::pack(&pool, level, format, "w", &source).unwrap();
                 assert_eq!(weight.bytes(), format.bytes(rows, columns));
                 let (mut got, mut wanted) = (vec![0.0; columns], vec![0.0; columns]);
                 for row in 0..rows {
@@ -332,7 +388,7 @@ mod tests {
                             *value = bf16_to_f32(f32_to_bf16(*value));
                         }
                     }
-                    assert_eq!(got, wanted, "{format:?} {rows}x{columns} row {row}");
+                    assert_eq!(got, wanted, "{level} {format:?} {stored:?} {rows}x{columns} row {row}");
                 }
             }
         }
@@ -341,8 +397,11 @@ mod tests {
     #[test]
     fn a_failing_source_fails_the_pack() {
         let pool = Pool::new(PoolOptions { threads: Some(2), ..PoolOptions::default() }).unwrap();
-        let source = Numbers { rows: 600, columns: 8, fail_at: Some(517) };
-        let error = PackedWeight::pack(&pool, PanelFormat::Bf16, "w", &source).unwrap_err();
-        assert_eq!(error.to_string(), "bad row");
+        for stored in [None, Some(StorageType::Bf16)] {
+            let source = Numbers { rows: 600, columns: 8, fail_at: Some(517), stored };
+            let level = SimdLevel::Portable;
+            let error = PackedWeight::pack(&pool, level, PanelFormat::Bf16, "w", &source).unwrap_err();
+            assert_eq!(error.to_string(), "bad row");
+        }
     }
 }

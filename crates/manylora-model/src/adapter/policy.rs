@@ -1,6 +1,6 @@
 //! What an adapter is checked against: the base, the limits of the deployment, and where files may lie.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use manylora_kernels::{RowSource, StorageType};
@@ -67,7 +67,23 @@ pub struct AdapterPolicy {
     pub features: Vec<EngineFeature>,
 }
 
+/// Of two folders the one that lies in the other; None where they lie apart.
+fn inner(one: &Path, other: &Path) -> Option<PathBuf> {
+    let (one, other) = (one.canonicalize().ok()?, other.canonicalize().ok()?);
+    if one.starts_with(&other) { Some(one) } else { other.starts_with(&one).then_some(other) }
+}
+
 impl AdapterPolicy {
+    /// The same for an adapter that must lie in this folder, too.
+    #[must_use]
+    pub fn within(&self, root: &Path) -> Self {
+        let allowed_roots = match &self.allowed_roots {
+            None => vec![root.to_owned()],
+            Some(roots) => roots.iter().filter_map(|other| inner(root, other)).collect(),
+        };
+        Self { allowed_roots: Some(allowed_roots), ..self.clone() }
+    }
+
     /// A policy with vLLM's defaults: rank up to 16, bfloat16, any name, any place, any module.
     pub fn new(spec: ModelSpec, base_tensors: Arc<dyn BaseTensors>) -> Self {
         Self {

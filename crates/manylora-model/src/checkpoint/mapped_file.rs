@@ -1,7 +1,8 @@
-//! Read-only memory maps: the one module of this crate that needs `unsafe`.
+//! Files with weights, mapped read-only: the one module of this crate that needs `unsafe`.
 #![expect(unsafe_code, reason = "a memory map is unsafe to make because other processes may change the file")]
 
 use std::fs::File;
+use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -16,6 +17,7 @@ use crate::error::ModelError;
 #[derive(Debug)]
 pub struct MappedFile {
     path: PathBuf,
+    file: File,
     map: Option<Mmap>,
 }
 
@@ -32,13 +34,13 @@ impl MappedFile {
             });
         }
         if metadata.len() == 0 {
-            return Ok(Self { path: path.to_path_buf(), map: None });
+            return Ok(Self { path: path.to_path_buf(), file, map: None });
         }
         // SAFETY: the map is read-only and private; its bytes are only ever read as integers and floats, for which
         // every bit pattern is valid, so a concurrent writer can change values and not memory safety. A concurrent
         // truncation stops the process with SIGBUS, as documented above.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
-        Ok(Self { path: path.to_path_buf(), map: Some(map) })
+        Ok(Self { path: path.to_path_buf(), file, map: Some(map) })
     }
 
     /// The file's path.
@@ -49,6 +51,21 @@ impl MappedFile {
     /// The bytes.
     pub fn bytes(&self) -> &[u8] {
         self.map.as_deref().unwrap_or_default()
+    }
+
+    /// Reads bytes from `start` on into memory of the caller's: for what is looked at once, that costs less than mapping its
+    /// pages, and they do not count as this process's memory.
+    pub fn read(&self, start: usize, out: &mut [u8]) -> io::Result<()> {
+        #[cfg(unix)]
+        {
+            std::os::unix::fs::FileExt::read_exact_at(&self.file, out, start as u64)
+        }
+        #[cfg(not(unix))]
+        {
+            let range = self.bytes().get(start..start + out.len()).ok_or(io::ErrorKind::UnexpectedEof)?;
+            out.copy_from_slice(range);
+            Ok(())
+        }
     }
 
     /// Asks the system to read a range ahead, because it will be read in order soon.
@@ -86,6 +103,18 @@ mod tests {
         mapped.discard(4000..90_000);
         mapped.discard(0..content.len() + 1);
         assert_eq!(mapped.bytes(), content);
+    }
+
+    #[test]
+    fn what_is_read_is_what_is_mapped() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("weights");
+        std::fs::write(&path, (0..10_000u32).map(|value| (value % 251) as u8).collect::<Vec<u8>>()).unwrap();
+        let mapped = MappedFile::open(&path).unwrap();
+        let mut part = vec![0; 7001];
+        mapped.read(2999, &mut part).unwrap();
+        assert_eq!(part, mapped.bytes()[2999..]);
+        assert_eq!(mapped.read(3000, &mut part).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
     }
 
     #[test]

@@ -2,9 +2,10 @@
 //!
 //! A [`Checkpoint`] is a validated promise that weights can be read: the configuration is understood and every tensor
 //! the decoder needs is there with the right shape, and no weight has been read yet. Formats differ in one place only,
-//! the [`TensorStore`] behind it: [`safetensors`] (mapped files), [`int4`] (dequantizing on top of safetensors) and
+//! the [`TensorStore`] behind it: [`safetensors`], [`int4`] (dequantizing on top of safetensors) and
 //! [`gguf`] (dequantizing from one file). All of them speak Hugging Face tensor names.
 
+pub mod content;
 pub mod generation;
 pub mod gguf;
 pub mod int4;
@@ -21,6 +22,7 @@ use serde_json::Value;
 use crate::error::ModelError;
 use crate::spec::{self, ModelSpec};
 
+pub use content::{ContentHash, content_digest};
 pub use generation::GenerationDefaults;
 pub use mapped_file::MappedFile;
 
@@ -41,8 +43,8 @@ pub trait TensorStore: Send + Sync {
     /// A vector.
     fn vector(&self, name: &str) -> Result<Vec<f32>, ModelError>;
 
-    /// A tensor has been read: takes its digest while its pages are at hand (so that weights are read once), and tells
-    /// the system that they are not needed in this process's memory for now.
+    /// A tensor has been read: completes its digest, most of which was computed as it was read, and tells the system that
+    /// its pages are not needed in this process's memory for now.
     fn discard(&self, name: &str);
 
     /// Bytes of all tensor data on disk.
@@ -257,8 +259,8 @@ impl Checkpoint {
         Ok(values)
     }
 
-    /// A tensor has been read: takes its digest while its pages are at hand, and tells the system that they are not needed
-    /// in this process's memory for now.
+    /// A tensor has been read: completes its digest, and tells the system that its pages are not needed in this process's
+    /// memory for now.
     pub fn discard(&self, name: &str) {
         self.store.discard(name);
     }
@@ -289,20 +291,6 @@ impl Checkpoint {
 pub(crate) fn hash_field(hasher: &mut blake3::Hasher, bytes: &[u8]) {
     hasher.update(&(bytes.len() as u64).to_le_bytes());
     hasher.update(bytes);
-}
-
-/// Tensors from this size on are hashed on all loading threads.
-const PARALLEL_FROM: usize = 1 << 20;
-
-/// Digest of a tensor's stored bytes, every one of them: their BLAKE3.
-pub fn content_digest(bytes: &[u8]) -> [u8; 32] {
-    let mut hasher = blake3::Hasher::new();
-    if bytes.len() < PARALLEL_FROM {
-        hasher.update(bytes);
-    } else {
-        hasher.update_rayon(bytes);
-    }
-    hasher.finalize().into()
 }
 
 fn open_directory(path: &Path) -> Result<Opened, ModelError> {

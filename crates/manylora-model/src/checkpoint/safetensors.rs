@@ -3,15 +3,15 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
-use std::sync::OnceLock;
+use std::sync::Arc;
 
 use half::{bf16, f16};
-use manylora_kernels::{KernelError, RowSource};
+use manylora_kernels::{KernelError, RowSource, StorageType, StoredRows};
 use rayon::prelude::*;
 use safetensors::tensor::{Dtype, SafeTensors};
 use serde_json::Value;
 
-use super::{MappedFile, TensorStore, content_digest, hash_field, not_found_or_io};
+use super::{ContentHash, MappedFile, TensorStore, hash_field, not_found_or_io};
 use crate::error::ModelError;
 
 const SINGLE: &str = "model.safetensors";
@@ -31,7 +31,7 @@ pub struct Entry {
     /// Shape on disk.
     pub shape: Vec<usize>,
     range: Range<usize>,
-    digest: OnceLock<[u8; 32]>,
+    content: Arc<ContentHash>,
 }
 
 /// The tensors of one or more mapped safetensors files.
@@ -122,7 +122,7 @@ impl SafetensorsStore {
     }
 
     fn entry_digest(&self, entry: &Entry) -> [u8; 32] {
-        *entry.digest.get_or_init(|| content_digest(self.entry_bytes(entry)))
+        entry.content.digest(self.entry_bytes(entry))
     }
 
     /// The file that holds a tensor, for error messages.
@@ -169,7 +169,8 @@ pub fn read_header(path: &Path, bytes: &[u8]) -> Result<Vec<(String, Entry)>, Mo
             if range.start > range.end || range.end > bytes.len() {
                 return Err(damaged(format!("tensor `{name}` lies beyond the end of the file")));
             }
-            Ok((name, Entry { file: 0, dtype: info.dtype, shape: info.shape.clone(), range, digest: OnceLock::new() }))
+            let content = Arc::default();
+            Ok((name, Entry { file: 0, dtype: info.dtype, shape: info.shape.clone(), range, content }))
         })
         .collect()
 }
@@ -185,8 +186,9 @@ impl TensorStore for SafetensorsStore {
 
     fn matrix(&self, name: &str) -> Result<Box<dyn RowSource + '_>, ModelError> {
         let (entry, kind) = self.float(name, 2)?;
-        self.files[entry.file].will_need(entry.range.clone());
-        Ok(Box::new(FloatRows { rows: entry.shape[0], columns: entry.shape[1], bytes: self.entry_bytes(entry), kind }))
+        let file = &self.files[entry.file];
+        file.will_need(entry.range.clone());
+        Ok(Box::new(FloatRows { rows: entry.shape[0], columns: entry.shape[1], file, entry, kind }))
     }
 
     fn vector(&self, name: &str) -> Result<Vec<f32>, ModelError> {
@@ -269,12 +271,31 @@ impl FloatType {
     }
 }
 
-/// Rows of a float matrix in a mapped file.
+/// Rows of a float matrix in a file, hashed as they are read.
 struct FloatRows<'a> {
     rows: usize,
     columns: usize,
-    bytes: &'a [u8],
+    file: &'a MappedFile,
+    entry: &'a Entry,
     kind: FloatType,
+}
+
+impl FloatRows<'_> {
+    /// Where `length` bytes from row `first` on are in the tensor.
+    fn range(&self, first: usize, length: usize) -> Result<Range<usize>, KernelError> {
+        let start = first.saturating_mul(self.columns).saturating_mul(self.kind.bytes());
+        let end = start.saturating_add(length);
+        if end > self.entry.range.len() {
+            let values = length / self.kind.bytes();
+            return Err(KernelError::Source(format!("row {first} and {values} values are outside of the matrix")));
+        }
+        Ok(start..end)
+    }
+
+    /// Bytes of the tensor that have been read from `start` on.
+    fn hash(&self, start: usize, bytes: &[u8]) {
+        self.entry.content.add(start, bytes, self.entry.range.len());
+    }
 }
 
 impl RowSource for FloatRows<'_> {
@@ -287,12 +308,27 @@ impl RowSource for FloatRows<'_> {
     }
 
     fn read(&self, first: usize, out: &mut [f32]) -> Result<(), KernelError> {
-        let width = self.kind.bytes();
-        let start = first * self.columns * width;
-        let bytes = self.bytes.get(start..start + out.len() * width).ok_or_else(|| {
-            KernelError::Source(format!("row {first} and {} values are outside of the matrix", out.len()))
-        })?;
+        let range = self.range(first, out.len() * self.kind.bytes())?;
+        let bytes = &self.file.bytes()[self.entry.range.clone()][range.clone()];
         self.kind.decode(bytes, out);
+        self.hash(range.start, bytes);
+        Ok(())
+    }
+
+    fn stored(&self, dtype: StorageType) -> Option<&dyn StoredRows> {
+        let same =
+            matches!((self.kind, dtype), (FloatType::Bf16, StorageType::Bf16) | (FloatType::F32, StorageType::F32));
+        (same && cfg!(target_endian = "little")).then_some(self)
+    }
+}
+
+impl StoredRows for FloatRows<'_> {
+    fn read_stored(&self, first: usize, out: &mut [u8]) -> Result<(), KernelError> {
+        let range = self.range(first, out.len())?;
+        self.file.read(self.entry.range.start + range.start, out).map_err(|error| {
+            KernelError::Source(format!("`{}` could not be read: {error}", self.file.path().display()))
+        })?;
+        self.hash(range.start, out);
         Ok(())
     }
 }

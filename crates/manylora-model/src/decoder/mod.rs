@@ -10,10 +10,8 @@ mod weights;
 mod working_memory;
 
 pub use packer::BackendPacker;
-pub use weights::{DecoderWeights, LoadProgress, WeightGroups, packed_bytes, weight_groups};
-pub use working_memory::{
-    BufferGroup, Decoder, DecoderLimits, buffer_groups, kv_shape, rotary_table_len, working_bytes,
-};
+pub use weights::{DecoderWeights, LoadProgress, packed_bytes};
+pub use working_memory::{Decoder, DecoderLimits};
 
 use std::sync::Arc;
 

@@ -18,7 +18,7 @@ pub struct LoadProgress {
     pub total_bytes: u64,
 }
 
-/// Bytes of a model's weights in memory, before padding: what a check before reading compares with free memory.
+/// Bytes of a model's weights in memory, before padding: what progress is counted in.
 /// [`DecoderWeights::bytes`] is the exact number afterwards; padding adds less than a panel of outputs per matrix.
 pub fn packed_bytes(spec: &ModelSpec, dtype: StorageType) -> u64 {
     spec.tensors().iter().map(|tensor| tensor_bytes(tensor, dtype)).sum()
@@ -27,32 +27,6 @@ pub fn packed_bytes(spec: &ModelSpec, dtype: StorageType) -> u64 {
 fn tensor_bytes(tensor: &TensorSpec, dtype: StorageType) -> u64 {
     let width = if tensor.shape.len() == 1 { StorageType::F32.bytes() } else { dtype.bytes() };
     tensor.elements() * width as u64
-}
-
-/// What a decoder packs, by shape.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct WeightGroups {
-    /// Matrices `[rows, columns]`; those of a group are multiplied with the same input, and packed together.
-    pub matrices: Vec<Vec<(usize, usize)>>,
-    /// Lengths of norms and biases.
-    pub vectors: Vec<usize>,
-}
-
-/// The weights of a decoder for this model.
-pub fn weight_groups(spec: &ModelSpec) -> WeightGroups {
-    let ends = if spec.tied { 1 } else { 2 };
-    let mut matrices = vec![vec![(spec.vocab_size, spec.hidden_size)]; ends];
-    let groups: [&[Module]; 4] =
-        [&[Module::Q, Module::K, Module::V], &[Module::O], &[Module::Gate, Module::Up], &[Module::Down]];
-    for _ in 0..spec.layers {
-        let shapes = |group: &&[Module]| -> Vec<(usize, usize)> {
-            group.iter().map(|&module| spec.module_shape(module).into()).collect()
-        };
-        matrices.extend(groups.iter().map(shapes));
-    }
-    let tensors = spec.tensors();
-    let vectors = tensors.iter().filter(|tensor| tensor.shape.len() == 1).map(|tensor| tensor.shape[0]).collect();
-    WeightGroups { matrices, vectors }
 }
 
 /// One linear map.

@@ -31,28 +31,6 @@ pub struct DecoderLimits {
     pub max_rank: usize,
 }
 
-/// Bytes that [`DecoderWeights::allocate`] takes beside the KV cache: buffers, tables, and the working memory of the
-/// backend's kernels for steps of these limits. Nothing is added later; pages are committed as they are used.
-pub fn working_bytes<B: Backend>(backend: &B, spec: &ModelSpec, limits: &DecoderLimits, dtype: StorageType) -> u64 {
-    let (rows, entries) = (limits.max_rows, limits.max_entries);
-    let reserved = backend.reserved_bytes(rows, entries, limits.max_rank, widest_input(spec));
-    let attention = backend.attention_bytes(&kv_shape(spec, limits, dtype), limits.max_position);
-    buffer_bytes(backend, spec, limits).saturating_add(reserved as u64).saturating_add(attention as u64)
-}
-
-/// Length of each of the two rotary tables: half a head for every position.
-pub const fn rotary_table_len(spec: &ModelSpec, limits: &DecoderLimits) -> usize {
-    limits.max_position * (spec.head_dim / 2)
-}
-
-/// Bytes of the buffers and tables.
-fn buffer_bytes<B: Backend>(backend: &B, spec: &ModelSpec, limits: &DecoderLimits) -> u64 {
-    let buffers: u64 =
-        buffer_groups(spec, limits).iter().map(|(rows, widths, kind)| backend.buffer_bytes(*rows, widths, *kind)).sum();
-    // Two tables of half a head each.
-    buffers + limits.max_position as u64 * spec.head_dim as u64 * StorageType::F32.bytes() as u64
-}
-
 /// Activations of a step; every buffer is `[max_rows, width]` unless it says otherwise.
 pub(super) struct Buffers<B: Backend> {
     /// The residual stream; it stays until the next step, so that logits can be asked for in portions.
@@ -74,10 +52,10 @@ pub(super) struct Buffers<B: Backend> {
 }
 
 /// Rows, widths and kind of buffers that one linear map reads or fills.
-pub type BufferGroup = (usize, Vec<usize>, BufferKind);
+pub(super) type BufferGroup = (usize, Vec<usize>, BufferKind);
 
 /// All buffers of a decoder.
-pub fn buffer_groups(spec: &ModelSpec, limits: &DecoderLimits) -> [BufferGroup; 9] {
+pub(super) fn buffer_groups(spec: &ModelSpec, limits: &DecoderLimits) -> [BufferGroup; 9] {
     let (rows, logit_rows, hidden) = (limits.max_rows, limits.max_logit_rows, spec.hidden_size);
     let (q, kv, intermediate) = (spec.q_width(), spec.kv_width(), spec.intermediate_size);
     [
@@ -142,7 +120,7 @@ static WALKS: AtomicU64 = AtomicU64::new(0);
 const ENTRIES_PER_ROW: usize = 4;
 
 /// The KV cache of a decoder.
-pub fn kv_shape(spec: &ModelSpec, limits: &DecoderLimits, dtype: StorageType) -> KvShape {
+pub(super) fn kv_shape(spec: &ModelSpec, limits: &DecoderLimits, dtype: StorageType) -> KvShape {
     KvShape {
         layers: spec.layers,
         kv_heads: spec.kv_heads,

@@ -24,7 +24,7 @@ struct Samples {
     samples: Vec<Sample>,
 }
 
-/// Counts what a request's samples bring. What has not ended when it is dropped was aborted.
+/// Counts what a request's samples bring. What was submitted and has not ended when it is dropped was aborted.
 #[derive(Debug)]
 pub(crate) struct Account {
     app: Arc<App>,
@@ -34,6 +34,10 @@ pub(crate) struct Account {
     version: Option<String>,
     /// None where requests have no ids.
     request: Option<HeaderValue>,
+    /// The id of the answer, which is the request's own where it has said one.
+    answer: String,
+    /// Whether the engine was asked for anything.
+    is_submitted: bool,
     prompts: Vec<Samples>,
     told: Told,
 }
@@ -61,8 +65,8 @@ impl Told {
 }
 
 impl Account {
-    /// Opens the account of requests that are about to be submitted together.
-    pub(crate) fn open(app: &Arc<App>, requests: &[GenerateRequest]) -> Self {
+    /// Opens the account of requests that are about to be submitted together, and answered under this id.
+    pub(crate) fn open(app: &Arc<App>, requests: &[GenerateRequest], answer: &str) -> Self {
         let adapter = requests.first().and_then(|request| request.adapters.first());
         let name = adapter.map_or(app.base_name(), |adapter| adapter.name.as_str()).to_owned();
         let samples = |request: &GenerateRequest| vec![Sample::default(); request.params.n];
@@ -72,18 +76,16 @@ impl Account {
             name,
             version: None,
             request: REQUEST_ID.try_with(HeaderValue::clone).ok(),
+            answer: answer.to_owned(),
+            is_submitted: false,
             prompts: prompts.collect(),
             told: Told::default(),
         }
     }
 
-    /// They were refused: nothing was asked of the engine.
-    pub(crate) fn void(&mut self) {
-        self.prompts.clear();
-    }
-
     /// They were submitted; each prompt has so many tokens.
     pub(crate) fn submitted(&mut self, lengths: impl Iterator<Item = usize>) {
+        self.is_submitted = true;
         self.prompts.iter_mut().zip(lengths).for_each(|(prompt, length)| prompt.prompt_tokens = length);
     }
 
@@ -137,6 +139,7 @@ impl Account {
         let rounded = |seconds: Option<f64>| seconds.map(|seconds| (seconds * 1e4).round() / 1e4);
         tracing::info!(
             request_id = self.request.as_ref().and_then(|id| id.to_str().ok()),
+            answer_id = self.answer.as_str(),
             model = self.name.as_str(),
             adapter_version = self.version.as_deref(),
             samples = self.prompts.iter().map(|prompt| prompt.samples.len()).sum::<usize>(),
@@ -156,10 +159,13 @@ fn add(app: &App, name: &str, served: Served) {
 
 impl Drop for Account {
     fn drop(&mut self) {
+        if !self.is_submitted {
+            return;
+        }
         for prompt in 0..self.prompts.len() {
             self.end(prompt, Some(FinishReason::Abort));
         }
-        if self.app.config.log_requests && !self.prompts.is_empty() {
+        if self.app.config.log_requests {
             self.log();
         }
     }

@@ -85,7 +85,7 @@ impl Rejections {
         self.0[reason as usize].fetch_add(1, Ordering::Relaxed);
     }
 
-    fn series(&self) -> [(&'static str, u64); REJECTIONS.len()] {
+    pub(crate) fn series(&self) -> [(&'static str, u64); REJECTIONS.len()] {
         std::array::from_fn(|index| (REJECTIONS[index], self.0[index].load(Ordering::Relaxed)))
     }
 }

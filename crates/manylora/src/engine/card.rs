@@ -7,33 +7,21 @@
 
 use std::sync::Arc;
 
-use manylora_core::budget::{Ledger, NumberFormat, TargetModule};
+use manylora_core::budget::card::{self, MOST_COMPOSED};
+use manylora_core::budget::division::{CardState, ModelBytes, divide_card};
+use manylora_core::budget::working::StepLimits;
+use manylora_core::budget::{NumberFormat, TargetModule};
 use manylora_kernels::cuda::{
     self, AlgorithmChoice, CudaBackend, CudaError, CudaOptions, Matmul, ProductChoice, ProductSource, StepRoom,
 };
 use manylora_kernels::{KernelError, StorageType};
-use manylora_model::decoder::{DecoderLimits, buffer_groups, rotary_table_len, weight_groups};
-use manylora_model::{ModelError, ModelSpec};
+use manylora_model::ModelSpec;
 
 use super::device::Unusable;
 use super::sizes::{self, Sizes};
 use super::startup::CardMemory;
 use crate::config::{DType, EngineConfig};
 use crate::error::EngineError;
-
-/// Adapters that one request can compose on a card: what a step has working memory for.
-const MOST_COMPOSED: usize = 8;
-/// What is taken of a card's memory once it is open is the driver's, for our context and code, up to one part in so many and
-/// a limit; beyond that it is others'.
-const DRIVER_SHARE: u64 = 40;
-const DRIVER_LIMIT: u64 = 1 << 30;
-/// One part in so many, up to a limit, is left free for what the driver takes later. An estimate, which no card has confirmed yet
-/// (the bench `card` tells what it was): some 500 launches are a recorded step of a 7B model, each takes the driver about a
-/// KiB, and 256 steps are kept, hence 128 MiB; and cuBLASLt's code, tens of MiB for each of a few algorithms. Both are less
-/// for smaller models, which smaller cards have: 150 MiB are left of 24 GB. Where it is not enough, steps are no
-/// longer recorded, and run.
-const LATER_SHARE: u64 = 160;
-const LATER_LIMIT: u64 = 512 << 20;
 
 /// A card that can compute.
 pub(super) struct Card {
@@ -42,11 +30,6 @@ pub(super) struct Card {
     dtype_name: &'static str,
     /// What a user should know of it.
     note: Option<String>,
-}
-
-/// A part of the reservation: whole granules, rounded down.
-const fn whole(bytes: u64) -> u64 {
-    bytes / cuda::GRANULE as u64 * cuda::GRANULE as u64
 }
 
 /// Opens a card for a model.
@@ -121,31 +104,6 @@ impl Card {
         format!("cuda:{}", self.options.ordinal)
     }
 
-    /// Room for steps of these limits.
-    fn room(config: &EngineConfig, limits: &DecoderLimits) -> StepRoom {
-        let sequences = config.max_num_seqs.min(limits.max_rows);
-        let distinct = sequences.min(config.max_loras.unwrap_or(usize::MAX));
-        StepRoom {
-            rows: limits.max_rows,
-            entries: limits.max_entries,
-            rank: limits.max_rank,
-            block_tables: sequences * limits.max_position.div_ceil(limits.block_size),
-            adapters: if limits.max_entries == 0 { 1 } else { distinct * MOST_COMPOSED },
-        }
-    }
-
-    /// Bytes of working memory for steps of these limits, the rotary tables included.
-    fn working_bytes(&self, config: &EngineConfig, spec: &ModelSpec, limits: &DecoderLimits) -> u64 {
-        let activations: usize = buffer_groups(spec, limits)
-            .iter()
-            .map(|(rows, widths, kind)| cuda::activation_bytes(*rows, widths, *kind))
-            .sum();
-        let tables = 2 * cuda::vector_bytes(rotary_table_len(spec, limits));
-        let products = self.options.workspace_bytes.map_or(0, cuda::granules);
-        let steps = cuda::step_bytes(&Self::room(config, limits), spec.layers, spec.heads, spec.head_dim);
-        [activations, tables, products, steps].into_iter().fold(0u64, |sum, bytes| sum.saturating_add(bytes as u64))
-    }
-
     /// Divides the card's memory.
     fn divide(
         &self,
@@ -154,101 +112,65 @@ impl Card {
         notes: &mut Vec<String>,
     ) -> Result<(Sizes, CardMemory), EngineError> {
         let memory = self.device.context().memory().map_err(KernelError::from)?;
-        let (total, free) = (memory.total as u64, memory.free as u64);
         let name = self.name();
-        let utilization = config.gpu_memory_utilization;
-        let budget_bytes = (total as f64 * utilization) as u64;
-        // The context is there, and the kernels are loaded.
-        let taken = total.saturating_sub(free);
-        let driver = taken.min(total / DRIVER_SHARE).min(DRIVER_LIMIT);
-        if budget_bytes > free + driver {
-            return Err(EngineError::InvalidArgument(format!(
-                "gpu_memory_utilization `{utilization}` asks for {budget_bytes} of {name}'s {total} bytes, and {free} are \
-                 free (others have {} bytes, the driver {driver}); lower it, or end what else runs on the card",
-                taken - driver
-            )));
-        }
-        let driver_bytes = driver + (total / LATER_SHARE).min(LATER_LIMIT);
-        let groups = weight_groups(spec);
-        let matrices: usize = groups.matrices.iter().map(|group| cuda::matrices_bytes(group)).sum();
-        let vectors: usize = groups.vectors.iter().map(|&len| cuda::vector_bytes(len)).sum();
-        let weight_bytes = (matrices + vectors) as u64;
         let dimensions = sizes::model_dimensions(spec);
-        let block_bytes = dimensions.kv_block_bytes(config.block_size as u64, NumberFormat::Bf16);
-        // A lowered context leaves room for one adapter of the largest rank, so that the shelf is not empty for ever.
-        let adapter = dimensions.card_adapter_bytes(config.max_lora_rank as u64, &TargetModule::ALL);
-
-        let context = sizes::context(config, spec)?;
-        let max_rows = sizes::max_rows(config, context);
-        // A context that has to be lowered needs less working memory: the second round gives the difference to KV blocks.
-        let mut max_model_len = context;
-        let mut rounds = 0;
-        let most_blocks = cuda::most_kv_blocks(spec.layers, config.block_size);
-        loop {
-            let limits = sizes::limits_for(config, max_rows, max_model_len, most_blocks);
-            let limits = DecoderLimits { max_entries: limits.max_entries * MOST_COMPOSED, ..limits };
-            let working_bytes = self.working_bytes(config, spec, &limits);
-            let needed = driver_bytes.saturating_add(weight_bytes).saturating_add(working_bytes);
-            let left = whole(budget_bytes.saturating_sub(needed));
-            if left < block_bytes {
-                return Err(EngineError::Model(ModelError::DoesNotFit {
-                    needed: needed.saturating_add(block_bytes),
-                    available: budget_bytes,
-                    message: format!(
-                        "on {name} of {total} bytes with gpu_memory_utilization `{utilization}`: weights in {} ({weight_bytes} \
-                         bytes), working memory of {max_rows} rows ({working_bytes} bytes), the driver's own ({driver_bytes} \
-                         bytes), and KV blocks; use a smaller model, a smaller max_num_batched_tokens or max_lora_rank, a \
-                         larger gpu_memory_utilization, or device \"cpu\"",
-                        self.dtype_name
-                    ),
-                }));
-            }
-            let shared_bytes = shared(config, left)?.min(whole(most_blocks as u64 * block_bytes));
-            let ledger = Ledger { bytes: shared_bytes, block_bytes, block_size: config.block_size };
-            let kept = if config.enable_lora { adapter.min(shared_bytes / 2) } else { 0 };
-            let raise = if config.kv_cache_memory_bytes.is_some() { sizes::RAISE } else { "gpu_memory_utilization" };
-            let fits = sizes::lowered_context(config, &ledger, (context, kept), raise)?;
-            if fits != max_model_len && rounds < 2 {
-                max_model_len = fits;
-                rounds += 1;
-                continue;
-            }
-            let max_model_len = fits.min(max_model_len);
-            notes.extend(sizes::lowered_note(context, max_model_len, shared_bytes));
-            let limits = DecoderLimits { max_position: max_model_len, ..limits };
-            let card = CardMemory {
-                total_bytes: total,
-                budget_bytes,
-                driver_bytes,
-                weight_bytes,
-                working_bytes: self.working_bytes(config, spec, &limits),
-                shared_bytes,
-            };
-            let (dtype, dtype_name) = (self.options.dtype, self.dtype_name);
-            let sizes = Sizes {
-                max_rows,
-                dtype,
-                dtype_name,
-                block_bytes,
-                ledger_bytes: shared_bytes,
-                blocks: ledger.blocks_beside(0),
-                max_model_len,
-                most_composed: Some(MOST_COMPOSED),
-                card: Some(card),
-            };
-            return Ok((sizes, card));
-        }
+        let state = CardState {
+            name: &name,
+            total: memory.total as u64,
+            free: memory.free as u64,
+            most_blocks: card::most_kv_blocks(dimensions.layers, config.block_size),
+        };
+        let model = ModelBytes {
+            weights: dimensions.card_weight_bytes(),
+            block: dimensions.kv_block_bytes(config.block_size as u64, NumberFormat::Bf16),
+            largest_adapter: dimensions.card_adapter_bytes(config.max_lora_rank as u64, &TargetModule::ALL),
+            dtype: self.dtype_name,
+        };
+        let workspace = self.options.workspace_bytes.map(|bytes| bytes as u64);
+        let working = |limits: &StepLimits| {
+            let room = card::StepRoom::new(limits, config.max_num_seqs, config.max_loras);
+            dimensions.card_working_bytes(limits, &room, workspace)
+        };
+        let division = divide_card(&sizes::settings(config, spec), &model, &state, &working)?;
+        notes.extend(division.notes.iter().cloned());
+        let memory = CardMemory {
+            total_bytes: state.total,
+            budget_bytes: division.budget_bytes,
+            driver_bytes: division.driver_bytes,
+            weight_bytes: model.weights,
+            working_bytes: division.working_bytes,
+            shared_bytes: division.ledger_bytes,
+        };
+        let sizes = Sizes {
+            division,
+            dtype: self.options.dtype,
+            dtype_name: self.dtype_name,
+            block_bytes: model.block,
+            most_composed: Some(MOST_COMPOSED),
+            card: Some(memory),
+        };
+        Ok((sizes, memory))
     }
 
     /// The backend, with the memory that was decided.
     pub(super) fn backend(
         self,
         config: &EngineConfig,
+        spec: &ModelSpec,
         sizes: &Sizes,
         memory: &CardMemory,
     ) -> Result<Arc<CudaBackend>, EngineError> {
-        let limits = sizes::decoder_limits(config, sizes);
-        let room = Self::room(config, &limits);
+        let division = &sizes.division;
+        let (rows, context, blocks) = (division.max_rows, division.max_model_len, division.blocks);
+        let limits = sizes::settings(config, spec).step_limits(rows, context, blocks, MOST_COMPOSED);
+        let room = card::StepRoom::new(&limits, config.max_num_seqs, config.max_loras);
+        let room = StepRoom {
+            rows: room.rows,
+            entries: room.entries,
+            rank: room.rank,
+            block_tables: room.block_tables,
+            adapters: room.adapters,
+        };
         let algorithms = if config.fixed_gemm_algorithm {
             AlgorithmChoice::OnePerWeight { rows: limits.max_rows }
         } else {
@@ -262,18 +184,4 @@ impl Card {
         };
         Ok(Arc::new(CudaBackend::on(self.device, options, room)?))
     }
-}
-
-/// Bytes that KV blocks and adapters share, out of what is left.
-fn shared(config: &EngineConfig, left: u64) -> Result<u64, EngineError> {
-    let Some(wanted) = config.kv_cache_memory_bytes else { return Ok(left) };
-    let bytes = wanted.div_ceil(cuda::GRANULE as u64).saturating_mul(cuda::GRANULE as u64);
-    if bytes > left {
-        return Err(EngineError::InvalidArgument(format!(
-            "kv_cache_memory_bytes `{wanted}` is more than the {left} bytes that gpu_memory_utilization `{}` leaves beside \
-             weights and working memory; lower it, or raise gpu_memory_utilization",
-            config.gpu_memory_utilization
-        )));
-    }
-    Ok(bytes)
 }

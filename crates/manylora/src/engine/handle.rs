@@ -18,7 +18,7 @@ use super::command::{Command, Order, Reply};
 use super::loader::Reader;
 use super::meters::LoadFailures;
 use super::startup::EngineInfo;
-use super::submit;
+use super::submit::{self, CheckedRequests};
 use super::{EngineStats, NamedResident};
 use crate::config::EngineConfig;
 use crate::error::EngineError;
@@ -273,6 +273,18 @@ impl EngineHandle {
     /// Validates all requests, then queues them in order: either all are queued or none. With `stream` false each sample
     /// arrives as one delta when it has finished.
     pub fn submit_all(&self, requests: Vec<GenerateRequest>, stream: bool) -> Result<Vec<RequestStream>, EngineError> {
+        self.submit_checked(self.check_all(requests)?, stream)
+    }
+
+    /// The first half of [`Self::submit_all`]: checks requests as far as no text must be encoded for it, and waits for their
+    /// grammars. Who encodes few texts at a time takes the next one between the halves, so that none of them waits for
+    /// somebody's grammar.
+    pub fn check_all(&self, requests: Vec<GenerateRequest>) -> Result<CheckedRequests, EngineError> {
+        submit::check_all(&self.shared, requests)
+    }
+
+    /// The second half of [`Self::submit_all`]: encodes texts, looks for adapters by their names, and queues.
+    pub fn submit_checked(&self, requests: CheckedRequests, stream: bool) -> Result<Vec<RequestStream>, EngineError> {
         submit::submit(&self.shared, requests, stream)
     }
 

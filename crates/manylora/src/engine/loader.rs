@@ -6,12 +6,13 @@
 //! decoding for as long as it works, and no step waits for a thread that lost its core in the middle of its part.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use manylora_core::{Digest, RegistrationId};
-use manylora_model::adapter::{self, AdapterPolicy, LoadReport, LoadedContent, PreparedAdapter};
+use manylora_model::adapter::{self, AdapterHeader, AdapterPolicy, LoadReport, LoadedContent, PreparedAdapter};
 use manylora_model::{AdapterPacker, ModelError};
 
 use super::command::{Command, Given, GivenAdapter, Identified, Order, ReadAdapter};
@@ -68,7 +69,7 @@ impl Reader {
         let stamp = source.origin.path().and_then(Stamp::take);
         let (bytes, report, read) = match &source.origin {
             AdapterOrigin::Directory(path) => {
-                let header = adapter::inspect(&source.name, path, &self.policy)?;
+                let header = self.open(source, path)?;
                 let bytes = self.packer.bytes(header.sites());
                 (bytes, Arc::new(LoadReport { bytes, ..header.report().clone() }), None)
             }
@@ -107,7 +108,7 @@ impl Reader {
             AdapterOrigin::Directory(path) => {
                 self.call_hook(source)?;
                 let room = self.packer.lend_core();
-                let header = adapter::inspect(&source.name, path, &self.policy)?;
+                let header = self.open(source, path)?;
                 drop(room);
                 self.check_fits(source, self.packer.bytes(header.sites()), set_aside)?;
                 match known {
@@ -147,6 +148,15 @@ impl Reader {
         })
     }
 
+    /// Opens a folder, where the source may have one.
+    fn open(&self, source: &AdapterSource, path: &Path) -> Result<AdapterHeader, EngineError> {
+        let header = match &source.confined_to {
+            None => adapter::inspect(&source.name, path, &self.policy),
+            Some(root) => adapter::inspect(&source.name, path, &self.policy.within(root)),
+        };
+        Ok(header?)
+    }
+
     fn call_hook(&self, source: &AdapterSource) -> Result<(), EngineError> {
         self.hook.as_ref().map_or(Ok(()), |hook| hook.call(source))
     }
@@ -154,7 +164,7 @@ impl Reader {
     fn prepare(&self, source: &AdapterSource) -> Result<PreparedAdapter, EngineError> {
         self.call_hook(source)?;
         match &source.origin {
-            AdapterOrigin::Directory(path) => Ok(adapter::inspect(&source.name, path, &self.policy)?.read()?),
+            AdapterOrigin::Directory(path) => Ok(self.open(source, path)?.read()?),
             AdapterOrigin::Memory(Some(given)) => {
                 Ok(PreparedAdapter::from_tensors(&source.name, &given.config, &given.tensors, &self.policy)?)
             }

@@ -18,6 +18,7 @@ mod loader;
 mod lower;
 pub mod meters;
 mod phases;
+mod processor;
 mod running;
 mod sequences;
 mod sizes;
@@ -36,8 +37,10 @@ use manylora_core::{CoreStats, Digest};
 use manylora_kernels::MemoryUse;
 pub use meters::{Distribution, LoadFailureCounts, Meters, Timing};
 pub use phases::{Phase, PhaseSeconds};
+pub use processor::ProcessorBytes;
 pub use sizes::model_dimensions;
 pub use startup::{CardMemory, EngineInfo, LoadProgress};
+pub use submit::CheckedRequests;
 
 use crate::config::EngineConfig;
 use crate::error::EngineError;

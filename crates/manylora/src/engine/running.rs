@@ -67,7 +67,7 @@ pub(crate) struct RunningSequence {
     sampler: SequenceSampler,
     stop_tokens: StopTokens,
     text: Option<TextState>,
-    prompt: Arc<Vec<u32>>,
+    prompt: Arc<[u32]>,
     prompt_logprobs: Option<(LogprobCount, LogprobsMode)>,
     adapters: Vec<RegistrationId>,
     stream: Option<StreamSender>,
@@ -92,7 +92,7 @@ pub(crate) struct SequenceSetup {
     pub(crate) sampler: SequenceSampler,
     pub(crate) stop_tokens: StopTokens,
     pub(crate) text: Option<TextState>,
-    pub(crate) prompt: Arc<Vec<u32>>,
+    pub(crate) prompt: Arc<[u32]>,
     pub(crate) prompt_logprobs: Option<(LogprobCount, LogprobsMode)>,
     /// Adapters of the request, in its order.
     pub(crate) adapters: Vec<RegistrationId>,

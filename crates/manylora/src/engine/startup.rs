@@ -13,7 +13,7 @@ use manylora_model::adapter::AdapterPolicy;
 use manylora_model::adapter::combinations::EngineFeature;
 use manylora_model::chat::ChatTemplate;
 use manylora_model::checkpoint::{Checkpoint, GenerationDefaults};
-use manylora_model::decoder::{DecoderWeights, working_bytes};
+use manylora_model::decoder::DecoderWeights;
 use manylora_model::tokenizer::Tokenizer;
 use manylora_model::{PackedHandle, Runner};
 
@@ -160,8 +160,7 @@ fn on_processor(mut parts: Parts, progress: &mut dyn FnMut(LoadProgress)) -> Res
     let threads = backend.pool().threads();
     let spec = &parts.checkpoint.spec;
     let sizes = sizes::for_processor(config, spec, &backend, &mut parts.notes)?;
-    let working_bytes = working_bytes(&*backend, spec, &sizes::decoder_limits(config, &sizes), sizes.dtype);
-    let device = Placement { name: "cpu".to_owned(), threads, working_bytes };
+    let device = Placement { name: "cpu".to_owned(), threads };
     put_together(parts, backend, &sizes, device, progress)
 }
 
@@ -174,8 +173,8 @@ fn on_card(
     let super::card::Placed { card, sizes, memory, notes } = placed;
     parts.notes.extend(notes);
     let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let device = Placement { name: card.name(), threads, working_bytes: memory.working_bytes };
-    let backend = card.backend(&parts.config, &sizes, &memory)?;
+    let device = Placement { name: card.name(), threads };
+    let backend = card.backend(&parts.config, &parts.checkpoint.spec, &sizes, &memory)?;
     put_together(parts, backend, &sizes, device, progress)
 }
 
@@ -184,7 +183,6 @@ struct Placement {
     name: String,
     /// Threads that compute, or that could.
     threads: usize,
-    working_bytes: u64,
 }
 
 fn put_together<B: Backend>(
@@ -198,13 +196,13 @@ fn put_together<B: Backend>(
     let spec = checkpoint.spec.clone();
     let loader_threads = config.loader_threads.unwrap_or((device.threads / 4).clamp(2, 4));
     // Everything that can be refused is refused before the weights are read.
-    ControlPlane::new(sizes::core_config(&config, sizes, loader_threads, Digest([0; 32])))?;
+    ControlPlane::new(sizes::core_config(&config, &spec, sizes, loader_threads, Digest([0; 32])))?;
     notes.extend(checkpoint.quantization.as_ref().map(|note| note.line(sizes.dtype.bytes())));
     let weights = DecoderWeights::load(backend, &checkpoint, sizes.dtype, progress)?;
-    let decoder = weights.allocate(sizes::decoder_limits(&config, sizes))?;
+    let decoder = weights.allocate(sizes::decoder_limits(&config, &spec, sizes))?;
     // The weights were hashed as they were read.
     let base_digest = Digest(checkpoint.digest());
-    let core = ControlPlane::new(sizes::core_config(&config, sizes, loader_threads, base_digest))?;
+    let core = ControlPlane::new(sizes::core_config(&config, &spec, sizes, loader_threads, base_digest))?;
 
     let generation = checkpoint.generation.clone();
     let mut base_names = checkpoint.names.clone();
@@ -228,14 +226,14 @@ fn put_together<B: Backend>(
         device_reason,
         dtype: sizes.dtype_name,
         weight_bytes: sizes.card.map_or(decoder.weight_bytes(), |card| card.weight_bytes),
-        working_bytes: device.working_bytes,
-        ledger_bytes: sizes.ledger_bytes,
+        working_bytes: sizes.division.working_bytes,
+        ledger_bytes: sizes.division.ledger_bytes,
         card: sizes.card,
         max_composed: sizes.most_composed,
-        kv_blocks: sizes.blocks,
+        kv_blocks: sizes.division.blocks,
         block_bytes: sizes.block_bytes,
         block_size: config.block_size,
-        max_model_len: sizes.max_model_len,
+        max_model_len: sizes.division.max_model_len,
         vocab_size: spec.vocab_size,
         generation,
         base_names,
@@ -254,7 +252,7 @@ fn put_together<B: Backend>(
     let (discards, discarded) = channel();
     let library = Library::new(Arc::clone(&registry), jobs, discards);
     let step = LoweredStep::new(
-        sizes.max_rows,
+        sizes.division.max_rows,
         config.max_num_seqs,
         info.kv_blocks.min(config.max_num_seqs * info.max_model_len.div_ceil(config.block_size)),
         config.block_size,

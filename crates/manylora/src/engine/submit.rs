@@ -1,5 +1,6 @@
 //! From a [`GenerateRequest`] to sequences: everything that can be wrong with a request is found here, on the caller's
-//! thread, before anything is queued.
+//! thread, before anything is queued. What its samples have in common - the prompt, and what penalties need of it - they
+//! share: all of them are made before the first one runs.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -16,7 +17,7 @@ use super::running::{Capture, RunningSequence, SequenceSetup, StopTokens, TextSt
 use crate::error::EngineError;
 use crate::registry::Entry;
 use crate::request::{AdapterSelection, GenerateRequest, Prompt};
-use crate::sampler::{RandomKey, SamplerSetup, SequenceSampler, bad_word_sequences};
+use crate::sampler::{PromptTokens, RandomKey, SamplerSetup, SequenceSampler, bad_word_sequences};
 use crate::stream::{RequestStream, channel};
 use crate::structure::{Constraint, Grammar};
 
@@ -30,7 +31,7 @@ struct Sampling {
 
 /// A request that was found good.
 struct Checked {
-    prompt: Arc<Vec<u32>>,
+    prompt: Arc<[u32]>,
     sampling: Arc<Sampling>,
     adapters: Vec<AdapterUse>,
     holds: Vec<Entry>,
@@ -39,14 +40,24 @@ struct Checked {
     tenant: Option<String>,
 }
 
-pub(crate) fn submit(
-    shared: &Arc<Shared>,
-    requests: Vec<GenerateRequest>,
-    streaming: bool,
-) -> Result<Vec<RequestStream>, EngineError> {
+/// Requests of which all was found good that is known before their texts are encoded, their grammars compiled. See
+/// [`super::EngineHandle::check_all`].
+pub struct CheckedRequests(Vec<(GenerateRequest, Arc<Sampling>)>);
+
+impl std::fmt::Debug for CheckedRequests {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("CheckedRequests").field(&self.0.len()).finish()
+    }
+}
+
+/// Checks what neither encodes a text nor names an adapter. What takes no time comes first: nobody waits for a grammar to be
+/// told that the prompt is too long.
+pub(crate) fn check_all(shared: &Shared, requests: Vec<GenerateRequest>) -> Result<CheckedRequests, EngineError> {
+    for request in &requests {
+        check_size(shared, &request.prompt)?;
+    }
     // Prompts of one call have the same parameters most of the time, and those may be large.
     let mut last: Option<(Arc<SamplingParams>, Arc<Sampling>)> = None;
-    let mut names = HashMap::new();
     let mut checked = Vec::with_capacity(requests.len());
     for request in requests {
         let known = last.take().filter(|(params, _)| Arc::ptr_eq(params, &request.params));
@@ -55,8 +66,19 @@ pub(crate) fn submit(
             None => Arc::new(check_sampling(shared, &request.params)?),
         };
         last = Some((Arc::clone(&request.params), Arc::clone(&sampling)));
-        checked.push(check(shared, request, sampling, &mut names)?);
+        checked.push((request, sampling));
     }
+    Ok(CheckedRequests(checked))
+}
+
+pub(crate) fn submit(
+    shared: &Arc<Shared>,
+    CheckedRequests(requests): CheckedRequests,
+    streaming: bool,
+) -> Result<Vec<RequestStream>, EngineError> {
+    let mut names = HashMap::new();
+    let check = |(request, sampling)| check(shared, request, sampling, &mut names);
+    let checked = requests.into_iter().map(check).collect::<Result<Vec<_>, _>>()?;
     checked.into_iter().map(|request| queue(shared, request, streaming)).collect()
 }
 
@@ -77,7 +99,7 @@ pub(crate) fn logits(
     let setup = SequenceSetup {
         index: 0,
         max_tokens: 1,
-        sampler: sampler(shared, &checked, key),
+        sampler: sampler(shared, &checked.sampling, &PromptTokens::NONE, key),
         stop_tokens: stop_tokens(shared, &checked.sampling.params),
         text: None,
         prompt: Arc::clone(&checked.prompt),
@@ -138,16 +160,12 @@ fn check(
     }
     let prompt = match request.prompt {
         Prompt::Tokens(tokens) => tokens,
-        Prompt::Text { text, add_special_tokens } => {
-            let tokenizer = shared.tokenizer()?;
-            check_text(tokenizer.fewest_tokens(&text), shared.info.max_model_len)?;
-            tokenizer.encode(&text, add_special_tokens)?
-        }
+        Prompt::Text { text, add_special_tokens } => shared.tokenizer()?.encode(&text, add_special_tokens)?,
     };
     check_prompt(&prompt, shared.spec.vocab_size, shared.info.max_model_len)?;
     let (adapters, holds) = resolve(shared, &request.adapters, names)?.into_iter().unzip();
     Ok(Checked {
-        prompt: Arc::new(prompt),
+        prompt: prompt.into(),
         sampling,
         adapters,
         holds,
@@ -158,11 +176,16 @@ fn check(
 }
 
 /// Refuses what cannot fit, however it is encoded: encoding takes time, and far more memory than the text.
-fn check_text(fewest_tokens: usize, max_model_len: usize) -> Result<(), EngineError> {
-    if fewest_tokens < max_model_len {
+fn check_size(shared: &Shared, prompt: &Prompt) -> Result<(), EngineError> {
+    let (tokens, counted) = match prompt {
+        Prompt::Tokens(tokens) => (tokens.len(), true),
+        Prompt::Text { text, .. } => (shared.tokenizer()?.fewest_tokens(text), false),
+    };
+    let max_model_len = shared.info.max_model_len;
+    if tokens < max_model_len {
         return Ok(());
     }
-    Err(EngineError::PromptTooLong { tokens: fewest_tokens, counted: false, max_model_len })
+    Err(EngineError::PromptTooLong { tokens, counted, max_model_len })
 }
 
 fn check_prompt(prompt: &[u32], vocab_size: usize, max_model_len: usize) -> Result<(), EngineError> {
@@ -236,6 +259,7 @@ fn queue(shared: &Arc<Shared>, request: Checked, streaming: bool) -> Result<Requ
     let texts = (0..if by_reader { samples } else { 0 }).map(|_| detokenizer(shared, &request).map(Some));
     let texts = texts.collect::<Result<Vec<_>, EngineError>>()?;
     let (sender, stream) = channel(samples, texts, Arc::clone(&request.prompt), versions, abort);
+    let repeated = PromptTokens::new(params, &request.prompt);
     let sequences = ids
         .into_iter()
         .enumerate()
@@ -253,7 +277,7 @@ fn queue(shared: &Arc<Shared>, request: Checked, streaming: bool) -> Result<Requ
             let setup = SequenceSetup {
                 index,
                 max_tokens: core.max_tokens,
-                sampler: sampler(shared, &request, key),
+                sampler: sampler(shared, &request.sampling, &repeated, key),
                 stop_tokens: stop_tokens(shared, params),
                 text: if by_reader { None } else { text_state(shared, &request)? },
                 prompt: Arc::clone(&request.prompt),
@@ -275,7 +299,7 @@ fn core_request(shared: &Shared, request: &Checked, id: RequestId, all_prompt_lo
     let room = shared.info.max_model_len - request.prompt.len();
     NewRequest {
         id,
-        prompt: request.prompt.to_vec(),
+        prompt: Arc::clone(&request.prompt),
         max_tokens: params.max_tokens.map_or(room, |max| max.min(room)),
         priority: request.priority,
         cache_salt: request.cache_salt.clone(),
@@ -286,14 +310,14 @@ fn core_request(shared: &Shared, request: &Checked, id: RequestId, all_prompt_lo
     }
 }
 
-fn sampler(shared: &Shared, request: &Checked, key: RandomKey) -> SequenceSampler {
-    let Sampling { params, bad_words, grammar, .. } = &*request.sampling;
+fn sampler(shared: &Shared, sampling: &Sampling, prompt: &PromptTokens, key: RandomKey) -> SequenceSampler {
+    let Sampling { params, bad_words, grammar, .. } = sampling;
     let mut end_tokens = shared.end_tokens.clone();
     end_tokens.extend_from_slice(&params.stop_token_ids);
     SequenceSampler::new(
         params,
         SamplerSetup {
-            prompt: &request.prompt,
+            prompt,
             vocab_size: shared.spec.vocab_size,
             end_tokens: &end_tokens,
             bad_words,

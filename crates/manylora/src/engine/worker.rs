@@ -152,6 +152,8 @@ impl Worker {
 
     /// Ends everything that still runs, after the loop has ended or failed.
     pub(crate) fn close(&mut self, why: &str) {
+        // Where a step ended in a panic, some may have been told and not woken.
+        self.courier.wake();
         for mut sequence in self.sequences.drain() {
             sequence.fail(EngineError::Stopped(why.to_owned()));
         }

@@ -33,15 +33,15 @@ use selection::{Filters, SelectionScratch};
 use crate::structure::{Constraint, Fault};
 
 pub use arithmetic::argmax;
-pub use history::bad_word_sequences;
+pub use history::{PromptTokens, bad_word_sequences};
 pub use logprobs::{TokenLogprob, TokenLogprobs, token_logprobs};
 pub use random::RandomKey;
 
 /// What a sequence's sampler needs to know besides the parameters.
 #[derive(Clone, Copy, Debug)]
 pub struct SamplerSetup<'a> {
-    /// Tokens of the prompt.
-    pub prompt: &'a [u32],
+    /// Tokens of the prompt, as far as penalties need them.
+    pub prompt: &'a PromptTokens,
     /// Length of a row of logits.
     pub vocab_size: usize,
     /// Tokens that `min_tokens` holds back: the model's end tokens (also under `ignore_eos`) and `stop_token_ids`.

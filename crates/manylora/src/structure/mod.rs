@@ -43,31 +43,37 @@ struct Tools {
     watch: Arc<Watch>,
 }
 
+/// What grammars need to know of a model.
+struct Model {
+    vocab_size: usize,
+    end_tokens: Vec<u32>,
+    tools: OnceLock<Result<Tools, String>>,
+}
+
 /// Compiles grammars for one model, and keeps them. What it needs of the vocabulary is made for the first request that has
 /// one, or before ([`Self::prepare`]).
 pub(crate) struct Structure {
-    vocab_size: usize,
-    end_tokens: Vec<u32>,
-    tools: OnceLock<Result<Arc<Tools>, String>>,
+    model: Arc<Model>,
     compiler: Compiler,
 }
 
 impl Structure {
     /// `vocab_size` is the length of a row of logits.
     pub(crate) fn new(vocab_size: usize, end_tokens: &[u32]) -> Self {
-        Self { vocab_size, end_tokens: end_tokens.to_vec(), tools: OnceLock::new(), compiler: Compiler::default() }
+        let model = Model { vocab_size, end_tokens: end_tokens.to_vec(), tools: OnceLock::new() };
+        Self { model: Arc::new(model), compiler: Compiler::default() }
     }
 
     /// Makes what grammars need of the vocabulary, unless it is there.
     pub(crate) fn prepare(&self, tokenizer: &Tokenizer) {
-        if self.tools.get().is_some() {
+        if self.model.tools.get().is_some() {
             return;
         }
         let begun = Instant::now();
-        let tools = self.tools(tokenizer);
+        let tools = self.model.make_tools(tokenizer);
         let seconds = begun.elapsed().as_secs_f64();
         // A request that came meanwhile has not waited, and made them for itself.
-        if self.tools.set(tools).is_ok() {
+        if self.model.tools.set(tools).is_ok() {
             tracing::debug!("the vocabulary was made ready for structured outputs in {seconds:.2} s");
         }
     }
@@ -79,19 +85,27 @@ impl Structure {
         outputs: &StructuredOutputs,
     ) -> Result<Arc<Grammar>, EngineError> {
         outputs.constraint().map_err(|error| EngineError::StructuredOutputs(error.to_string()))?;
-        let tools = self.tools.get_or_init(|| self.tools(tokenizer)).as_ref().map_err(|reason| {
-            EngineError::StructuredOutputs(format!("structured output is not possible with this tokenizer: {reason}"))
-        })?;
-        let (tools, words) = (Arc::clone(tools), outputs.clone());
         let preface =
             grammar::preface(outputs, |mark| tokenizer.id_of(mark).is_some_and(|token| tokenizer.is_special(token)));
-        self.compiler.compile(outputs, move || Grammar::compile(&tools, &words, preface).map(Arc::new))
+        // Where the tools are not there yet they are made as part of it, so that this has the same bounds: how long a request
+        // waits, and how many do.
+        let (model, tokenizer, words) = (Arc::clone(&self.model), tokenizer.clone(), outputs.clone());
+        self.compiler.compile(outputs, move || {
+            let tools = model
+                .tools
+                .get_or_init(|| model.make_tools(&tokenizer))
+                .as_ref()
+                .map_err(|reason| format!("structured output is not possible with this tokenizer: {reason}"))?;
+            Grammar::compile(tools, &words, preface).map(Arc::new)
+        })
     }
+}
 
-    fn tools(&self, tokenizer: &Tokenizer) -> Result<Arc<Tools>, String> {
+impl Model {
+    fn make_tools(&self, tokenizer: &Tokenizer) -> Result<Tools, String> {
         let factory = vocabulary::factory(tokenizer, self.vocab_size, &self.end_tokens)?;
         let watch =
             Watch::start(watch::LONGEST_WAIT).map_err(|error| format!("no thread could be started: {error}"))?;
-        Ok(Arc::new(Tools { factory, watch: Arc::new(watch) }))
+        Ok(Tools { factory, watch: Arc::new(watch) })
     }
 }

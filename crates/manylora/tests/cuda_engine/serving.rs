@@ -233,6 +233,8 @@ fn formulas() {
                 vocabulary: 288,
                 tied,
                 attention_bias: tied,
+                output_bias: false,
+                mlp_bias: false,
                 head_norm: !tied,
             };
             for rank in [1, 2, 5, 8, 12, 64, 512] {
@@ -258,12 +260,36 @@ fn formulas() {
         }
     }
     assert_eq!(card::GRANULE, cuda::GRANULE as u64);
+    working_memory();
     for base in ["llama", "llama-tied", "qwen2", "qwen3", "mistral"] {
         let oracle = Oracle::open(base);
         let spec = manylora_model::checkpoint::Checkpoint::open(&oracle.base_folder()).unwrap().spec;
         let dimensions = manylora::model_dimensions(&spec);
         let engine = on_card(&oracle, |_| {});
         assert_eq!(dimensions.card_weight_bytes(), engine.info().weight_bytes, "{base}");
+    }
+}
+
+/// What core says that steps take is what the kernels make for them.
+fn working_memory() {
+    let spec = manylora_model::checkpoint::Checkpoint::open(&Oracle::open("qwen2").base_folder()).unwrap().spec;
+    let dimensions = manylora::model_dimensions(&spec);
+    for rows in [1, 40, 257, 2048] {
+        for (entries, rank, adapters) in [(0, 0, 1), (rows, 8, 64), (8 * rows, 64, 512), (rows, 512, 3)] {
+            for block_tables in [1, 999, 64 * 2048] {
+                let ours = card::StepRoom { rows, entries, rank, block_tables, adapters };
+                let theirs = cuda::StepRoom { rows, entries, rank, block_tables, adapters };
+                assert_eq!(
+                    dimensions.card_step_bytes(&ours),
+                    cuda::step_bytes(&theirs, spec.layers, spec.heads, spec.head_dim) as u64,
+                    "{ours:?}"
+                );
+            }
+        }
+    }
+    for block_size in [1, 16, 1024] {
+        let ours = card::most_kv_blocks(dimensions.layers, block_size);
+        assert_eq!(ours, cuda::most_kv_blocks(spec.layers, block_size));
     }
 }
 

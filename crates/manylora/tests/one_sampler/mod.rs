@@ -1,6 +1,6 @@
 //! A sampler as a request has it that asks for nothing but its parameters.
 
-use manylora::sampler::{RandomKey, SamplerSetup, SequenceSampler};
+use manylora::sampler::{PromptTokens, RandomKey, SamplerSetup, SequenceSampler};
 use manylora_core::SamplingParams;
 use manylora_core::sampling::LogprobsMode;
 
@@ -8,7 +8,7 @@ use manylora_core::sampling::LogprobsMode;
 #[allow(dead_code, reason = "not every test program draws with keys of its own")]
 pub(crate) fn setup(vocab_size: usize, key: RandomKey) -> SamplerSetup<'static> {
     let logprobs_mode = LogprobsMode::RawLogprobs;
-    SamplerSetup { prompt: &[], vocab_size, end_tokens: &[], bad_words: &[], key, logprobs_mode }
+    SamplerSetup { prompt: &PromptTokens::NONE, vocab_size, end_tokens: &[], bad_words: &[], key, logprobs_mode }
 }
 
 /// The sampler of a request with a seed.

@@ -96,9 +96,11 @@ unsafe fn expand<E: Element>(job: &ExpandJob<'_>) {
         unsafe {
             let tile = job.tile.add(row.tile_row * job.width);
             let rows = [PanelRow { input: row.input.cast(), tile }];
+            let weights = row.b.add(job.panel * row.panel_bytes);
             panel::<E>(&PanelJob {
                 rows: &rows,
-                weights: row.b.add(job.panel * row.panel_bytes),
+                weights,
+                next: weights,
                 panel_stride: row.panel_bytes,
                 panels: job.panels,
                 steps: row.steps,

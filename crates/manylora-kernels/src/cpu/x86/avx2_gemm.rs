@@ -24,9 +24,6 @@ const AHEAD: usize = 4096;
 /// The same with several panels side by side, each of them a stream: far enough for the memory's latency, and near enough
 /// that what all streams ask for at once finds room.
 const AHEAD_OF_EACH: usize = 512;
-/// The same where several blocks of rows pass by the same bytes, each fetching its share of what follows. It is fetched to
-/// the second-level cache: the first holds what the blocks share.
-const AHEAD_OF_BLOCKS: usize = 8192;
 /// Bytes of one step of a panel's stream.
 const fn step_bytes(bf16: bool) -> usize {
     if bf16 { 32 } else { 64 }
@@ -60,15 +57,15 @@ pub(in crate::cpu) const fn blocks_of_rows(rows: usize, steps: usize, stretch: u
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 unsafe fn panel<const BF16: bool>(job: &PanelJob<'_>) {
-    let per_unroll = UNROLL * step_bytes(BF16);
+    let fetch = Fetch::ahead::<BF16>(job, AHEAD_OF_EACH);
     // SAFETY: passed on; each arm's ROWS is the length of the rows it gets.
     unsafe {
         match (job.panels, job.rows.len()) {
-            (6, 1) => block::<BF16, 1, 6, _MM_HINT_T0>(job, job.rows, AHEAD_OF_EACH, per_unroll),
-            (4, 1) => block::<BF16, 1, 4, _MM_HINT_T0>(job, job.rows, AHEAD_OF_EACH, per_unroll),
-            (2, 1) => block::<BF16, 1, 2, _MM_HINT_T0>(job, job.rows, AHEAD_OF_EACH, per_unroll),
-            (3, 2) => block::<BF16, 2, 3, _MM_HINT_T0>(job, job.rows, AHEAD_OF_EACH, per_unroll),
-            (2, 2) => block::<BF16, 2, 2, _MM_HINT_T0>(job, job.rows, AHEAD_OF_EACH, per_unroll),
+            (6, 1) => block::<BF16, 1, 6, _MM_HINT_T0>(job, job.rows, fetch),
+            (4, 1) => block::<BF16, 1, 4, _MM_HINT_T0>(job, job.rows, fetch),
+            (2, 1) => block::<BF16, 1, 2, _MM_HINT_T0>(job, job.rows, fetch),
+            (3, 2) => block::<BF16, 2, 3, _MM_HINT_T0>(job, job.rows, fetch),
+            (2, 2) => block::<BF16, 2, 2, _MM_HINT_T0>(job, job.rows, fetch),
             (1, _) => return single_panel::<BF16>(job),
             (panels, rows) => unreachable!("no register block of {rows} rows by {panels} panels"),
         }
@@ -83,7 +80,7 @@ unsafe fn single_panel<const BF16: bool>(job: &PanelJob<'_>) {
     if blocks == 1 {
         // The only block reads the stream once and runs ahead of itself.
         // SAFETY: passed on.
-        unsafe { rows_of_panel::<BF16, _MM_HINT_T0>(job, job.rows, AHEAD, UNROLL * step_bytes(BF16)) };
+        unsafe { rows_of_panel::<BF16, _MM_HINT_T0>(job, job.rows, Fetch::ahead::<BF16>(job, AHEAD)) };
         job.after_block();
         return;
     }
@@ -92,9 +89,11 @@ unsafe fn single_panel<const BF16: bool>(job: &PanelJob<'_>) {
     for index in 0..blocks {
         let rows = &job.rows[first..first + block_rows(job.rows.len(), MOST_ROWS, index)];
         first += rows.len();
-        let (ahead, per_unroll) = (AHEAD_OF_BLOCKS + index * share, UNROLL * step_bytes(BF16) / blocks);
+        // Each fetches its share of the next job, to the second-level cache: the first holds what the blocks share.
+        let per_unroll = UNROLL * step_bytes(BF16) / blocks;
+        let fetch = Fetch { from: job.next.wrapping_add(index * share), per_unroll, turn: usize::MAX };
         // SAFETY: passed on.
-        unsafe { rows_of_panel::<BF16, _MM_HINT_T1>(job, rows, ahead, per_unroll) };
+        unsafe { rows_of_panel::<BF16, _MM_HINT_T1>(job, rows, fetch) };
         job.after_block();
     }
 }
@@ -102,33 +101,44 @@ unsafe fn single_panel<const BF16: bool>(job: &PanelJob<'_>) {
 /// Up to [`MOST_ROWS`] rows by one panel.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
-unsafe fn rows_of_panel<const BF16: bool, const HINT: i32>(
-    job: &PanelJob<'_>,
-    rows: &[PanelRow],
-    ahead: usize,
-    per_unroll: usize,
-) {
+unsafe fn rows_of_panel<const BF16: bool, const HINT: i32>(job: &PanelJob<'_>, rows: &[PanelRow], fetch: Fetch) {
     // SAFETY: passed on; each arm's ROWS is the length of the rows it gets.
     unsafe {
         match rows.len() {
-            1 => block::<BF16, 1, 1, HINT>(job, rows, ahead, per_unroll),
-            2 => block::<BF16, 2, 1, HINT>(job, rows, ahead, per_unroll),
-            3 => block::<BF16, 3, 1, HINT>(job, rows, ahead, per_unroll),
-            4 => block::<BF16, 4, 1, HINT>(job, rows, ahead, per_unroll),
-            5 => block::<BF16, 5, 1, HINT>(job, rows, ahead, per_unroll),
-            _ => block::<BF16, 6, 1, HINT>(job, rows, ahead, per_unroll),
+            1 => block::<BF16, 1, 1, HINT>(job, rows, fetch),
+            2 => block::<BF16, 2, 1, HINT>(job, rows, fetch),
+            3 => block::<BF16, 3, 1, HINT>(job, rows, fetch),
+            4 => block::<BF16, 4, 1, HINT>(job, rows, fetch),
+            5 => block::<BF16, 5, 1, HINT>(job, rows, fetch),
+            _ => block::<BF16, 6, 1, HINT>(job, rows, fetch),
         }
     }
 }
 
-/// One register block. Prefetches from `ahead` bytes behind the first step on, `per_unroll` bytes for every [`UNROLL`] steps.
+/// What a block fetches while it runs: `per_unroll` bytes of each panel for every [`UNROLL`] steps.
+#[derive(Clone, Copy)]
+struct Fetch {
+    from: *const u8,
+    per_unroll: usize,
+    /// The step (a multiple of [`UNROLL`]) from which on it is the next job's bytes.
+    turn: usize,
+}
+
+impl Fetch {
+    /// The job's own bytes, `ahead` of their use, and then those of the next job.
+    fn ahead<const BF16: bool>(job: &PanelJob<'_>, ahead: usize) -> Self {
+        let turn = job.steps.saturating_sub(ahead / step_bytes(BF16)).next_multiple_of(UNROLL);
+        Self { from: job.weights.wrapping_add(ahead), per_unroll: UNROLL * step_bytes(BF16), turn }
+    }
+}
+
+/// One register block.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 unsafe fn block<const BF16: bool, const ROWS: usize, const PANELS: usize, const HINT: i32>(
     job: &PanelJob<'_>,
     rows: &[PanelRow],
-    ahead: usize,
-    per_unroll: usize,
+    fetch: Fetch,
 ) {
     debug_assert_eq!(rows.len(), ROWS);
     let mut sums = [[[_mm256_setzero_ps(); 2]; PANELS]; ROWS];
@@ -146,25 +156,22 @@ unsafe fn block<const BF16: bool, const ROWS: usize, const PANELS: usize, const 
             }
         }
         let widening = Widening::new();
-        let mut prefetch = job.weights.wrapping_add(ahead);
-        // Where the streams end, those of the next panels begin, which follow the last one.
-        let end = job.panel_stride.saturating_sub(job.first_step * step_bytes(BF16) + ahead) / step_bytes(BF16);
-        let end = end.next_multiple_of(UNROLL);
+        let mut prefetch = fetch.from;
         let mut step = 0;
         while step + UNROLL <= job.steps {
-            if PANELS > 1 && step == end {
-                prefetch = prefetch.wrapping_add((PANELS - 1) * job.panel_stride);
+            if step == fetch.turn {
+                prefetch = job.next;
             }
             for panel in 0..PANELS {
                 let line = prefetch.wrapping_add(panel * job.panel_stride).cast::<i8>();
                 for offset in 0..UNROLL * step_bytes(BF16) / 64 {
                     // Of several blocks, each fetches a line or two of what follows.
-                    if offset == 0 || offset * 64 < per_unroll {
+                    if offset == 0 || offset * 64 < fetch.per_unroll {
                         _mm_prefetch::<HINT>(line.wrapping_add(64 * offset));
                     }
                 }
             }
-            prefetch = prefetch.wrapping_add(per_unroll);
+            prefetch = prefetch.wrapping_add(fetch.per_unroll);
             for offset in 0..UNROLL {
                 one_step::<BF16, ROWS, PANELS>(&mut sums, &inputs, step + offset, job, widening);
             }

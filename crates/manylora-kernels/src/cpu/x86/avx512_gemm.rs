@@ -54,10 +54,10 @@ pub(in crate::cpu) unsafe fn panel_bf16_pairs(job: &PanelJob<'_>) {
     // SAFETY: passed on; each arm's ROWS is the length of the rows it gets.
     unsafe {
         match (job.panels, job.rows.len()) {
-            (4, 1) => block::<1, 4>(job, job.rows, AHEAD, STEP_BYTES),
-            (2, 1) => block::<1, 2>(job, job.rows, AHEAD, STEP_BYTES),
-            (2, 2) => block::<2, 2>(job, job.rows, AHEAD, STEP_BYTES),
-            (2, 3) => block::<3, 2>(job, job.rows, AHEAD, STEP_BYTES),
+            (4, 1) => block::<1, 4>(job, job.rows, job.weights.wrapping_add(AHEAD), STEP_BYTES),
+            (2, 1) => block::<1, 2>(job, job.rows, job.weights.wrapping_add(AHEAD), STEP_BYTES),
+            (2, 2) => block::<2, 2>(job, job.rows, job.weights.wrapping_add(AHEAD), STEP_BYTES),
+            (2, 3) => block::<3, 2>(job, job.rows, job.weights.wrapping_add(AHEAD), STEP_BYTES),
             (1, _) => return single_panel(job),
             (panels, rows) => unreachable!("no register block of {rows} rows by {panels} panels"),
         }
@@ -80,36 +80,39 @@ unsafe fn single_panel(job: &PanelJob<'_>) {
         let rows = &job.rows[first..first + block_rows(job.rows.len(), MOST_ROWS, index)];
         first += rows.len();
         // One block reads the stream once and runs ahead of itself; of several, each fetches its share of what follows.
-        let (ahead, per_step) =
-            if blocks == 1 { (AHEAD, STEP_BYTES) } else { (bytes + index * (bytes / blocks), STEP_BYTES / blocks) };
+        let (prefetch, per_step) = if blocks == 1 {
+            (job.weights.wrapping_add(AHEAD), STEP_BYTES)
+        } else {
+            (job.next.wrapping_add(index * (bytes / blocks)), STEP_BYTES / blocks)
+        };
         // SAFETY: passed on; each arm's ROWS is the length of the rows it gets.
         unsafe {
             match rows.len() {
-                1 => block::<1, 1>(job, rows, ahead, per_step),
-                2 => block::<2, 1>(job, rows, ahead, per_step),
-                3 => block::<3, 1>(job, rows, ahead, per_step),
-                4 => block::<4, 1>(job, rows, ahead, per_step),
-                5 => block::<5, 1>(job, rows, ahead, per_step),
-                6 => block::<6, 1>(job, rows, ahead, per_step),
-                7 => block::<7, 1>(job, rows, ahead, per_step),
-                8 => block::<8, 1>(job, rows, ahead, per_step),
-                9 => block::<9, 1>(job, rows, ahead, per_step),
-                10 => block::<10, 1>(job, rows, ahead, per_step),
-                11 => block::<11, 1>(job, rows, ahead, per_step),
-                _ => block::<12, 1>(job, rows, ahead, per_step),
+                1 => block::<1, 1>(job, rows, prefetch, per_step),
+                2 => block::<2, 1>(job, rows, prefetch, per_step),
+                3 => block::<3, 1>(job, rows, prefetch, per_step),
+                4 => block::<4, 1>(job, rows, prefetch, per_step),
+                5 => block::<5, 1>(job, rows, prefetch, per_step),
+                6 => block::<6, 1>(job, rows, prefetch, per_step),
+                7 => block::<7, 1>(job, rows, prefetch, per_step),
+                8 => block::<8, 1>(job, rows, prefetch, per_step),
+                9 => block::<9, 1>(job, rows, prefetch, per_step),
+                10 => block::<10, 1>(job, rows, prefetch, per_step),
+                11 => block::<11, 1>(job, rows, prefetch, per_step),
+                _ => block::<12, 1>(job, rows, prefetch, per_step),
             }
         }
         job.after_block();
     }
 }
 
-/// One register block. Prefetches from `ahead` bytes behind the first step on, `per_step` bytes for every step.
+/// One register block. Prefetches from `prefetch` on, `per_step` bytes for every step.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bf16")]
 unsafe fn block<const ROWS: usize, const PANELS: usize>(
     job: &PanelJob<'_>,
     rows: &[PanelRow],
-    ahead: usize,
+    mut prefetch: *const u8,
     per_step: usize,
 ) {
     debug_assert_eq!(rows.len(), ROWS);
@@ -129,7 +132,6 @@ unsafe fn block<const ROWS: usize, const PANELS: usize>(
             }
         }
         let mut weights = job.weights;
-        let mut prefetch = job.weights.wrapping_add(ahead);
         for step in 0..job.steps {
             for panel in 0..PANELS {
                 let line = prefetch.wrapping_add(panel * job.panel_stride).cast::<i8>();

@@ -5,6 +5,7 @@ pub(super) mod avx2_expand;
 pub(super) mod avx2_gemm;
 pub(super) mod avx2_panel;
 pub(super) mod avx2_shrink;
+pub(super) mod avx2_words;
 pub(super) mod avx512_gemm;
 pub(super) mod detect;
 pub(super) mod peak;

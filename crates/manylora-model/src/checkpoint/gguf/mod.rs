@@ -16,15 +16,15 @@ mod tests;
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::OnceLock;
+use std::sync::Arc;
 
 use manylora_kernels::{KernelError, RowSource};
 use rayon::prelude::*;
 
 use self::header::{GgufHeader, GgufTensor};
 use super::{
-    GenerationDefaults, GgufTokenizer, MappedFile, Opened, QuantizationNote, TensorStore, TokenizerSource,
-    content_digest, hash_field,
+    ContentHash, GenerationDefaults, GgufTokenizer, MappedFile, Opened, QuantizationNote, TensorStore, TokenizerSource,
+    hash_field,
 };
 use crate::error::ModelError;
 use crate::spec::ModelSpec;
@@ -102,7 +102,7 @@ pub fn read(path: &Path, file: &[u8]) -> Result<GgufContents, ModelError> {
                 model.spec.head_dim
             ))));
         }
-        tensors.insert(name, Stored { tensor: tensor.clone(), permuted_head, digest: OnceLock::new() });
+        tensors.insert(name, Stored { tensor: tensor.clone(), permuted_head, content: Arc::default() });
     }
     let parameters = tensors.values().map(|stored| (stored.tensor.rows * stored.tensor.columns) as u64).sum();
     let bytes_on_disk = tensors.values().map(|stored| stored.tensor.bytes as u64).sum();
@@ -133,7 +133,7 @@ struct Stored {
     /// Width of a head whose rows are interleaved pairs (q and k of the llama architecture), as ggml's rotary
     /// embedding wants them, instead of two halves, as ours does.
     permuted_head: Option<usize>,
-    digest: OnceLock<[u8; 32]>,
+    content: Arc<ContentHash>,
 }
 
 impl Stored {
@@ -142,7 +142,7 @@ impl Stored {
     }
 
     fn digest(&self, file: &MappedFile) -> [u8; 32] {
-        *self.digest.get_or_init(|| content_digest(self.bytes(file)))
+        self.content.digest(self.bytes(file))
     }
 }
 
@@ -263,7 +263,9 @@ impl RowSource for GgufRows<'_> {
         let named = |message| KernelError::Source(format!("tensor `{}`: {message}", tensor.name));
         let Some(head) = self.stored.permuted_head else {
             let bytes = &self.bytes[first * row_bytes..(first + count) * row_bytes];
-            return blocks::dequantize(tensor.kind, bytes, out).map_err(named);
+            blocks::dequantize(tensor.kind, bytes, out).map_err(named)?;
+            self.stored.content.add(first * row_bytes, bytes, self.bytes.len());
+            return Ok(());
         };
         for (row, out) in (first..).zip(out.chunks_exact_mut(columns)) {
             let source = interleaved_row(row, head);

@@ -1,0 +1,42 @@
+//! What can be wrong with a question: the field, its value, and what to do.
+
+use manylora_core::CoreError;
+use manylora_core::budget::division::SizeError;
+
+/// A question that has no answer.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum SimError {
+    /// A field has a value that it cannot have.
+    #[error("{field} `{value}`: {message}")]
+    Field {
+        /// Which.
+        field: String,
+        /// What it has.
+        value: String,
+        /// What is wrong, and what to do.
+        message: String,
+    },
+    /// Sizes that cannot be met, as an engine would refuse them at its start.
+    #[error(transparent)]
+    Size(#[from] SizeError),
+    /// Settings that the control plane refuses.
+    #[error(transparent)]
+    Core(#[from] CoreError),
+    /// Nothing can run, and nothing will happen that could change that.
+    #[error(
+        "at {now} s nothing can run and `{live}` requests are not done: this is a mistake in the scheduler; report it"
+    )]
+    Stuck {
+        /// When, in seconds.
+        now: f64,
+        /// Requests that are under way.
+        live: usize,
+    },
+}
+
+impl SimError {
+    /// A field with a wrong value.
+    pub fn field(field: impl Into<String>, value: impl std::fmt::Display, message: impl Into<String>) -> Self {
+        Self::Field { field: field.into(), value: value.to_string(), message: message.into() }
+    }
+}

@@ -1,0 +1,19 @@
+//! Answers without a card or a model: what fits ([`plan`]), and how it would run ([`engine`]).
+//!
+//! Bytes come from [`manylora_core::budget`], the arithmetic that an engine decides by at its start, and what runs when comes
+//! from [`manylora_core::ControlPlane`], the scheduler and shelf that engines run: planner, simulator and engine cannot
+//! disagree. The forward pass alone is replaced, by a [`cost`] model, and the clock by one that jumps.
+//!
+//! Reading order: [`model`] and [`card`] (what is known of models and cards, as data), [`plan`], [`cost`], [`workload`] (who
+//! asks when for what), [`engine`], [`results`].
+
+pub mod card;
+pub mod cost;
+pub mod engine;
+mod error;
+pub mod model;
+pub mod plan;
+pub mod results;
+pub mod workload;
+
+pub use error::SimError;
