@@ -29,9 +29,9 @@ const SHAPE: Shape = Shape {
 const PROMPT: usize = 8;
 /// Steps before the first window: all have begun and have room for what they become.
 const WARM_UP: u64 = 24;
-/// Steps of a window, at least.
-const WINDOW: u64 = 2;
-const POLL: Duration = Duration::from_millis(1);
+/// Steps of a window, at least: to look costs a walk over all that wait, and must not be what is seen.
+const WINDOW: u64 = 16;
+const POLL: Duration = Duration::from_millis(10);
 
 /// Microseconds per step of each phase, window by window.
 #[derive(Clone, Debug, Default)]
