@@ -26,7 +26,7 @@ fn every_type_equals_the_reference_reader() {
         let name = tensor.name.clone();
         assert_eq!(name, tensor.kind.name());
         let bytes = &file[tensor.start..tensor.start + tensor.bytes];
-        let stored = Stored { tensor, permuted_head: None, digest: OnceLock::new() };
+        let stored = Stored { tensor, permuted_head: None, content: Arc::default() };
         let rows = GgufRows { bytes, stored: &stored };
         assert_eq!((rows.rows(), rows.columns()), (6, 512));
         let want = expected.tensor(&name).unwrap();
