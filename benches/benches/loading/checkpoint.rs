@@ -25,6 +25,8 @@ const SHARE_BYTES: usize = 4 << 20;
 pub(crate) fn run(bench: &mut Bench) -> Result<(), Box<dyn Error>> {
     let (rounds, threads) = (bench.options.rounds, bench.options.threads);
     for layout in std::mem::take(&mut bench.layouts) {
+        // Whatever is wrong with the files is told here, as it reads.
+        copy(threads, &layout, Copying::Once)?;
         let mut copied = Timed::new(|| copy(threads, &layout, Copying::Twice));
         let mut started = Timed::new(|| {
             let start = Spent::now()?;

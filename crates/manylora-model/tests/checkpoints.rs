@@ -105,6 +105,41 @@ fn digests_tell_bases_apart_and_do_not_depend_on_the_path_or_the_sharding() {
     assert_eq!(Checkpoint::open(sharded.path()).unwrap().digest(), before, "shards are storage, not content");
 }
 
+/// What packing hashed as it read, in ranges of its own, is the digest of a base that nothing has read: stored in bf16, f16
+/// and f32, packed as it is stored and converted, and with values checked.
+#[test]
+fn digests_do_not_depend_on_what_was_packed() {
+    for stored in [Dtype::BF16, Dtype::F16, Dtype::F32] {
+        let folder = copy_of("llama");
+        change_tensors(&folder.path().join("model.safetensors"), |tensors| {
+            for (dtype, _, data) in tensors.values_mut() {
+                let values: Vec<f32> = match dtype {
+                    Dtype::BF16 => {
+                        data.chunks(2).map(|two| half::bf16::from_le_bytes([two[0], two[1]]).to_f32()).collect()
+                    }
+                    Dtype::F32 => data.chunks(4).map(|four| f32::from_le_bytes(four.try_into().unwrap())).collect(),
+                    other => panic!("the oracle has {other:?}"),
+                };
+                *data = match stored {
+                    Dtype::BF16 => values.iter().flat_map(|&value| half::bf16::from_f32(value).to_le_bytes()).collect(),
+                    Dtype::F16 => values.iter().flat_map(|&value| half::f16::from_f32(value).to_le_bytes()).collect(),
+                    _ => values.iter().flat_map(|value| value.to_le_bytes()).collect(),
+                };
+                *dtype = stored;
+            }
+        });
+        let untouched = Checkpoint::open(folder.path()).unwrap().digest();
+        for packed in [StorageType::Bf16, StorageType::F32] {
+            for checked in [false, true] {
+                let checkpoint = Checkpoint::open(folder.path()).unwrap();
+                let checkpoint = if checked { checkpoint.within_fp16_range() } else { checkpoint };
+                Decoder::load(harness::backend(levels()[0]), &checkpoint, packed, &mut |_| {}).unwrap();
+                assert_eq!(checkpoint.digest(), untouched, "{stored:?} as {packed:?}, checked: {checked}");
+            }
+        }
+    }
+}
+
 #[test]
 fn every_byte_of_a_large_tensor_counts() {
     let original = vec![7u8; (3 << 20) + 5];
