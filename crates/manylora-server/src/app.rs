@@ -88,10 +88,12 @@ impl App {
         let routing = Routing::new(&config)?;
         let metrics = Metrics::new(&engine, names.first().map_or("", String::as_str), config.max_adapter_series);
         let tool_format = config.tool_format.or_else(|| ToolFormat::of_template(&engine));
+        let bodies = Bodies::new(config.max_body_bytes)
+            .map_err(|source| ServerError::Io { what: "preparing to read bodies", source })?;
         let app = Arc::new(Self {
             metrics,
             routing,
-            bodies: Bodies::new(config.max_body_bytes),
+            bodies,
             encoding: Arc::new(Semaphore::new(MOST_ENCODED)),
             resolver,
             tool_format,
@@ -306,10 +308,8 @@ pub(crate) mod tests {
     #[tokio::test]
     async fn large_bodies_are_read_where_nobody_is_served() {
         let (_engine, app) = app(None);
-        let headers = HeaderMap::from_iter([(
-            axum::http::header::CONTENT_TYPE,
-            HeaderValue::from_static("application/json"),
-        )]);
+        let headers =
+            HeaderMap::from_iter([(axum::http::header::CONTENT_TYPE, HeaderValue::from_static("application/json"))]);
         let here = std::thread::current().id();
         for (count, is_here) in [(10, true), (10_000, false)] {
             let body = Body::from(json!({"messages": vec!["x"; count]}).to_string());

@@ -98,12 +98,14 @@ fn a_48_only_the_roots() {
 #[test]
 fn one_folder_more_can_only_confine() {
     let folder = tempfile::tempdir().unwrap();
-    let (all, inside, other) = (folder.path().join("all"), folder.path().join("all/inside"), folder.path().join("other"));
+    let (all, inside, other) =
+        (folder.path().join("all"), folder.path().join("all/inside"), folder.path().join("other"));
     let adapter = HandMade::on_llama(4);
     for place in [&all, &inside, &other] {
         adapter.write(&place.join("x"));
     }
-    let loads = |policy: &AdapterPolicy| [&all, &inside, &other].map(|place| load_path(&place.join("x"), policy).is_ok());
+    let loads =
+        |policy: &AdapterPolicy| [&all, &inside, &other].map(|place| load_path(&place.join("x"), policy).is_ok());
     assert_eq!(loads(&policy("llama").within(&inside)), [false, true, false]);
     assert_eq!(loads(&confined(&all).within(&inside)), [false, true, false]);
     assert_eq!(loads(&confined(&inside).within(&all)), [false, true, false]);
