@@ -88,10 +88,12 @@ impl App {
         let routing = Routing::new(&config)?;
         let metrics = Metrics::new(&engine, names.first().map_or("", String::as_str), config.max_adapter_series);
         let tool_format = config.tool_format.or_else(|| ToolFormat::of_template(&engine));
+        let bodies = Bodies::new(config.max_body_bytes)
+            .map_err(|source| ServerError::Io { what: "preparing to read bodies", source })?;
         let app = Arc::new(Self {
             metrics,
             routing,
-            bodies: Bodies::new(config.max_body_bytes),
+            bodies,
             encoding: Arc::new(Semaphore::new(MOST_ENCODED)),
             resolver,
             tool_format,

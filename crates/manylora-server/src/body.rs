@@ -6,6 +6,7 @@ use std::time::Duration;
 use axum::body::{Body, Bytes, HttpBody as _};
 use axum::http::{HeaderMap, header};
 use http_body_util::BodyExt;
+use tokio::runtime::{Builder, Runtime};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::error::ApiError;
@@ -19,8 +20,7 @@ const STEP: usize = 64 << 10;
 /// Values of which everybody may have as many, and for which room is taken at a time beyond that. One takes some 70 bytes.
 const FEW_VALUES: usize = 4 << 10;
 const VALUES_STEP: usize = 1 << 10;
-/// Large bodies that are parsed at a time: as many as there is room for whatever they have, so that of those that come
-/// together not each takes some of the room and none enough.
+/// Large bodies that are parsed at a time: as many as there is room for whatever they have.
 const PARSED_AT_ONCE: usize = 2;
 /// Bytes of large bodies that may be there at once, whatever one may have.
 const LEAST_ROOM: usize = 8 << 20;
@@ -77,6 +77,35 @@ impl Store {
     }
 }
 
+/// A few threads that parse large bodies, one after the other: of those that come together not each takes some of the room and
+/// none enough, and what an allocator keeps for a thread it keeps for few.
+#[derive(Debug)]
+struct Parsers(Option<Runtime>);
+
+impl Parsers {
+    fn new() -> std::io::Result<Self> {
+        let mut builder = Builder::new_current_thread();
+        builder
+            .max_blocking_threads(PARSED_AT_ONCE)
+            .thread_keep_alive(Duration::from_secs(3600))
+            .thread_name("manylora-bodies");
+        builder.build().map(|runtime| Self(Some(runtime)))
+    }
+
+    async fn run<T: Send + 'static>(&self, work: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+        self.0.as_ref()?.spawn_blocking(work).await.ok()
+    }
+}
+
+impl Drop for Parsers {
+    /// Waits for nothing: this may be a thread that must not.
+    fn drop(&mut self) {
+        if let Some(runtime) = self.0.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
 /// Reads bodies, of which only so many may be in memory at once.
 #[derive(Debug)]
 pub(crate) struct Bodies {
@@ -84,18 +113,18 @@ pub(crate) struct Bodies {
     most: usize,
     bytes: Store,
     values: Store,
-    parsing: Arc<Semaphore>,
+    parsers: Parsers,
 }
 
 impl Bodies {
     /// `most`: the bytes of the largest body. Two of them may be there at once, and two with the most values.
-    pub(crate) fn new(most: usize) -> Self {
-        Self {
+    pub(crate) fn new(most: usize) -> std::io::Result<Self> {
+        Ok(Self {
             most,
             bytes: Store::new(most.saturating_mul(2).max(LEAST_ROOM), STEP, SMALL),
             values: Store::new(PARSED_AT_ONCE * json::MOST_VALUES, VALUES_STEP, FEW_VALUES),
-            parsing: Arc::new(Semaphore::new(PARSED_AT_ONCE)),
-        }
+            parsers: Parsers::new()?,
+        })
     }
 
     /// Reads a body as a JSON object.
@@ -117,15 +146,9 @@ impl Bodies {
             return parse(&bytes, room, &self.values);
         }
         // It takes long, and whoever has a stream is served by the same threads.
-        let failed = || ApiError::internal("reading the body failed unexpectedly; please report this");
-        let turn = Arc::clone(&self.parsing).acquire_owned().await.map_err(|_| failed())?;
         let values = self.values.clone();
-        let work = move || {
-            let parsed = parse(&bytes, room, &values);
-            drop(turn);
-            parsed
-        };
-        tokio::task::spawn_blocking(work).await.unwrap_or_else(|_| Err(failed()))
+        let parsed = self.parsers.run(move || parse(&bytes, room, &values)).await;
+        parsed.unwrap_or_else(|| Err(ApiError::internal("reading the body failed unexpectedly; please report this")))
     }
 
     fn too_large(&self) -> ApiError {
@@ -221,8 +244,12 @@ fn parse(bytes: &[u8], mut room: Room, values: &Store) -> Result<Fields, ApiErro
 mod tests {
     use super::*;
 
+    fn bodies(most: usize) -> Bodies {
+        Bodies::new(most).expect("threads")
+    }
+
     fn message(body: &str) -> String {
-        parse(body.as_bytes(), Room::default(), &Bodies::new(1 << 20).values).expect_err("not JSON").to_json()["error"]
+        parse(body.as_bytes(), Room::default(), &bodies(1 << 20).values).expect_err("not JSON").to_json()["error"]
             ["message"]
             .as_str()
             .expect("text")
@@ -241,7 +268,7 @@ mod tests {
             Some((Ok::<_, std::convert::Infallible>(" "), ()))
         });
         let start = tokio::time::Instant::now();
-        let error = Bodies::new(1000).read(&headers(), Body::from_stream(drops)).await.expect_err("no body").to_json();
+        let error = bodies(1000).read(&headers(), Body::from_stream(drops)).await.expect_err("no body").to_json();
         assert_eq!(error["error"]["code"], 408);
         assert!(start.elapsed() < PATIENCE + Duration::from_secs(1));
     }
@@ -254,7 +281,7 @@ mod tests {
                 body.as_bytes().chunks(10).map(|part| Ok::<_, std::convert::Infallible>(part.to_vec())).collect();
             let streamed = Body::from_stream(futures_util::stream::iter(parts));
             for given in [Body::from(body.clone()), streamed] {
-                let code = Bodies::new(most)
+                let code = bodies(most)
                     .read(&headers(), given)
                     .await
                     .err()
@@ -266,7 +293,7 @@ mod tests {
 
     #[tokio::test]
     async fn so_many_large_bodies_are_there_at_once() {
-        let bodies = Bodies::new(32 << 20);
+        let bodies = bodies(32 << 20);
         let large = |bytes: usize| Body::from(format!("{{\"a\": \"{}\"}}", "x".repeat(bytes)));
         let read = async |bytes| bodies.read(&headers(), large(bytes)).await;
         let first = read(31 << 20).await.expect("room");
@@ -283,7 +310,7 @@ mod tests {
 
     #[tokio::test]
     async fn so_many_values_are_there_at_once() {
-        let bodies = Bodies::new(32 << 20);
+        let bodies = bodies(32 << 20);
         let most = json::MOST_VALUES;
         let read = async |values: usize| {
             let body = Body::from(format!("{{\"a\": [{}0]}}", "0,".repeat(values - 3)));
@@ -319,7 +346,7 @@ mod tests {
         let names: Vec<String> = (0..250_000).map(|name| format!("\"{name}\":0,")).collect();
         let names = names.concat();
         let body = format!("{{{names}{names}\"prompt\":[1],\"prompt\":\"x\",\"prompt\":[2]}}");
-        let bodies = Bodies::new(32 << 20);
+        let bodies = bodies(32 << 20);
         let mut fields = bodies.read(&headers(), Body::from(body)).await.expect("an object");
         assert_eq!(fields.ids("prompt"), Some(json::Ids::One(vec![2])));
         for name in 0..250_000 {
