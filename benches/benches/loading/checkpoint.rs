@@ -21,7 +21,6 @@ const COMMITTED_BYTES: usize = 1200 << 20;
 /// Bytes that a thread takes at a time.
 const SHARE_BYTES: usize = 4 << 20;
 
-#[expect(clippy::unnecessary_wraps, reason = "all parts of the bench have one type")]
 pub(crate) fn run(bench: &mut Bench) -> Result<(), Box<dyn Error>> {
     let (rounds, threads) = (bench.options.rounds, bench.options.threads);
     for layout in std::mem::take(&mut bench.layouts) {
