@@ -336,10 +336,11 @@ mod tests {
         };
         drop((first, second));
         freed().await;
-        // Of those that come at once as many are read as there is room for.
+        // Of those that come at once one is read at least, and no more than there is room for: what one holds is left to the
+        // two that are read next, of which neither may have enough.
         let all = futures_util::future::join_all((0..8).map(|_| read(most))).await;
         let (good, refused): (Vec<_>, Vec<_>) = all.into_iter().partition(Result::is_ok);
-        assert_eq!((good.len(), refused.len()), (2, 6));
+        assert!((1..=2).contains(&good.len()), "{} were read, {} refused", good.len(), refused.len());
         let few = read(FEW_VALUES).await.expect("as many as everybody may have");
         assert!(!few.is_large() && good.iter().flatten().all(Fields::is_large));
         drop(good);
