@@ -1,15 +1,19 @@
 //! Aligned, zeroed memory: what weights, activations, adapters and the KV cache live in.
 //!
-//! Large blocks are anonymous mappings aligned to 2 MiB and advised to use huge pages: reading bandwidth from huge
-//! pages is up to half as high again as from small ones, and pages that are never touched are never committed.
+//! Large blocks are mappings aligned to 2 MiB and advised to use huge pages: reading bandwidth from huge pages is up to half
+//! as high again as from small ones, and pages that are never touched are never committed. Weights share theirs.
 #![expect(unsafe_code, reason = "owns raw memory so that it can be aligned, lazily committed and huge-page backed")]
 
 use std::alloc::Layout;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
+#[cfg(target_os = "linux")]
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+#[cfg(target_os = "linux")]
+use super::mapping::{HUGE_PAGE, Mapping};
 use crate::error::KernelError;
 
 /// Alignment of every block: one cache line, and the widest vector.
@@ -18,13 +22,11 @@ pub(super) const ALIGNMENT: usize = 64;
 /// From this size on a block is its own mapping.
 #[cfg(target_os = "linux")]
 const MAPPED_FROM: usize = 1 << 20;
-#[cfg(target_os = "linux")]
-const HUGE_PAGE: usize = 2 << 20;
 /// Lines of one way of a second-level cache (64 KiB), after which its sets repeat.
 #[cfg(target_os = "linux")]
 const WAY_LINES: usize = 1024;
 
-/// Bytes of the blocks that are alive in this process: on the heap, and as mappings of their own.
+/// Bytes of the blocks that are alive in this process: on the heap, and in mappings.
 static ON_HEAP: AtomicUsize = AtomicUsize::new(0);
 static MAPPED: AtomicUsize = AtomicUsize::new(0);
 
@@ -34,7 +36,7 @@ static MAPPED: AtomicUsize = AtomicUsize::new(0);
 pub struct HeldBytes {
     /// In blocks of the allocator.
     pub heap: usize,
-    /// In mappings of their own, which no allocator sees.
+    /// In mappings, which no allocator sees.
     pub mapped: usize,
 }
 
@@ -68,10 +70,10 @@ unsafe impl Plain for f32 {}
 enum Origin {
     Empty,
     Heap(Layout),
+    /// Held until it is dropped, together with others that lie in it.
     #[cfg(target_os = "linux")]
     Mapping {
-        start: *mut libc::c_void,
-        bytes: usize,
+        _shared: Arc<Mapping>,
     },
 }
 
@@ -99,7 +101,7 @@ impl<T: Plain> AlignedVec<T> {
         }
         #[cfg(target_os = "linux")]
         if bytes >= MAPPED_FROM {
-            return Self::mapped(length, bytes, 0).ok_or_else(out_of_memory);
+            return Self::apart(length, bytes, 0).ok_or_else(out_of_memory);
         }
         let layout = Layout::from_size_align(bytes, ALIGNMENT).map_err(|_| out_of_memory())?;
         // SAFETY: the layout has a non-zero size.
@@ -120,7 +122,7 @@ impl<T: Plain> AlignedVec<T> {
             static BLOCKS: AtomicUsize = AtomicUsize::new(0);
             // Multiples of the golden ratio of a way's lines: however many blocks there are, they lie evenly.
             let line = BLOCKS.fetch_add(1, Ordering::Relaxed).wrapping_mul(633) % WAY_LINES;
-            let apart = Self::mapped(length, bytes, line * ALIGNMENT);
+            let apart = Self::apart(length, bytes, line * ALIGNMENT);
             return apart.ok_or_else(|| KernelError::OutOfMemory { what: what.to_owned(), bytes });
         }
         Self::zeroed(what, length)
@@ -135,35 +137,27 @@ impl<T: Plain> AlignedVec<T> {
 
     /// A mapping whose first `before` bytes lie in front of a multiple of 2 MiB.
     #[cfg(target_os = "linux")]
-    fn mapped(length: usize, bytes: usize, before: usize) -> Option<Self> {
-        let total = bytes.checked_add(HUGE_PAGE)?;
-        // SAFETY: a fresh private anonymous mapping; no existing memory is touched.
-        let start = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                total,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
-                -1,
-                0,
-            )
-        };
-        if start == libc::MAP_FAILED {
-            return None;
-        }
-        let first = start.cast::<u8>();
-        let offset = first.wrapping_add(before).align_offset(HUGE_PAGE);
-        // SAFETY: the offset is less than HUGE_PAGE, which the mapping has beyond `bytes`.
-        let pointer = unsafe { first.add(offset) };
+    fn apart(length: usize, bytes: usize, before: usize) -> Option<Self> {
+        let mapping = Mapping::anonymous(bytes.checked_add(HUGE_PAGE)?)?;
+        let pointer = mapping.aligned(before);
         // Whole huge pages only: neither end of a block may commit more than it holds.
         let whole = bytes.saturating_sub(before) / HUGE_PAGE * HUGE_PAGE;
         if whole > 0 {
-            // SAFETY: the range lies in the mapping. Failing is harmless: it is advice.
-            unsafe { libc::madvise(pointer.add(before).cast(), whole, libc::MADV_HUGEPAGE) };
+            // SAFETY: `bytes` of the mapping are behind the pointer.
+            mapping.advise_huge(unsafe { pointer.add(before) }, whole);
         }
-        let pointer = NonNull::new(pointer.cast::<T>())?;
-        MAPPED.fetch_add(bytes, Ordering::Relaxed);
-        Some(Self { pointer, length, origin: Origin::Mapping { start, bytes: total }, elements: PhantomData })
+        // SAFETY: the mapping is this block's own, zeroed, and has `bytes` behind the pointer.
+        Some(unsafe { Self::mapped(Arc::new(mapping), pointer.cast(), length) })
+    }
+
+    /// A block of a mapping.
+    ///
+    /// # Safety
+    /// From `pointer` on, which is aligned to [`ALIGNMENT`], the mapping has `length` elements that are zero and belong to nobody.
+    #[cfg(target_os = "linux")]
+    pub(super) unsafe fn mapped(mapping: Arc<Mapping>, pointer: NonNull<T>, length: usize) -> Self {
+        MAPPED.fetch_add(length * size_of::<T>(), Ordering::Relaxed);
+        Self { pointer, length, origin: Origin::Mapping { _shared: mapping }, elements: PhantomData }
     }
 
     /// Address of the first element.
@@ -179,18 +173,16 @@ impl<T: Plain> AlignedVec<T> {
 
 impl<T: Plain> Drop for AlignedVec<T> {
     fn drop(&mut self) {
-        match self.origin {
+        match &self.origin {
             Origin::Empty => {}
-            Origin::Heap(layout) => {
+            &Origin::Heap(layout) => {
                 ON_HEAP.fetch_sub(layout.size(), Ordering::Relaxed);
                 // SAFETY: allocated in `zeroed` with this layout.
                 unsafe { std::alloc::dealloc(self.pointer.as_ptr().cast(), layout) }
             }
             #[cfg(target_os = "linux")]
-            Origin::Mapping { start, bytes } => {
+            Origin::Mapping { .. } => {
                 MAPPED.fetch_sub(self.length * size_of::<T>(), Ordering::Relaxed);
-                // SAFETY: the mapping made in `mapped`, unmapped once.
-                unsafe { libc::munmap(start, bytes) };
             }
         }
     }

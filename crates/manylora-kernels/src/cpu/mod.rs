@@ -19,6 +19,8 @@ mod kv_cache;
 mod level;
 pub mod limits;
 mod linear;
+#[cfg(target_os = "linux")]
+mod mapping;
 mod memory;
 mod norm;
 mod pack;
@@ -30,6 +32,7 @@ mod rope;
 mod scratch;
 mod topology;
 mod vector;
+mod weight_memory;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
@@ -76,6 +79,7 @@ impl Default for CpuOptions {
 pub struct CpuBackend {
     level: SimdLevel,
     pool: Arc<Pool>,
+    weights: weight_memory::WeightMemory,
     /// Uncontended: one step runs at a time per backend.
     scratch: Mutex<scratch::Scratch>,
 }
@@ -89,7 +93,12 @@ impl CpuBackend {
             pin_threads: options.pin_threads,
             park: options.park_threads,
         })?;
-        Ok(Self { level, pool, scratch: Mutex::new(scratch::Scratch::new()) })
+        Ok(Self {
+            level,
+            pool,
+            weights: weight_memory::WeightMemory::new(),
+            scratch: Mutex::new(scratch::Scratch::new()),
+        })
     }
 
     /// The SIMD level in use.
@@ -133,7 +142,8 @@ impl Backend for CpuBackend {
 
     fn pack_weight(&self, what: &str, source: &dyn RowSource, dtype: StorageType) -> Result<PackedWeight, KernelError> {
         computed(dtype)?;
-        PackedWeight::pack(&self.pool, self.level, PanelFormat::of_weight(self.level, dtype), what, source)
+        let format = PanelFormat::of_weight(self.level, dtype);
+        PackedWeight::pack(&self.pool, &self.weights, self.level, format, what, source)
     }
 
     fn weight_bytes(&self, rows: usize, columns: usize, dtype: StorageType) -> usize {

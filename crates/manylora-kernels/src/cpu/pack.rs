@@ -16,6 +16,7 @@ use super::level::SimdLevel;
 use super::memory::AlignedVec;
 use super::panel::{pack_rows, store_values};
 use super::pool::Pool;
+use super::weight_memory::WeightMemory;
 use crate::backend::{RowSource, StorageType, StoredRows};
 use crate::error::KernelError;
 
@@ -124,6 +125,7 @@ impl PackedWeight {
     /// and what it has read is in its cache until it is packed.
     pub(super) fn pack(
         pool: &Pool,
+        memory: &WeightMemory,
         level: SimdLevel,
         format: PanelFormat,
         what: &str,
@@ -134,7 +136,7 @@ impl PackedWeight {
             .div_ceil(format.width())
             .checked_mul(format.panel_bytes(inputs))
             .ok_or_else(|| KernelError::OutOfMemory { what: what.to_owned(), bytes: usize::MAX })?;
-        let mut weight = Self { outputs, inputs, format, data: AlignedVec::zeroed(what, bytes)? };
+        let mut weight = Self { outputs, inputs, format, data: memory.zeroed(what, bytes)? };
         if bytes == 0 {
             return Ok(weight);
         }
@@ -311,6 +313,7 @@ mod tests {
     use crate::cpu::level::SimdLevel;
     use crate::cpu::panel::store_values;
     use crate::cpu::pool::{Pool, PoolOptions};
+    use crate::cpu::weight_memory::WeightMemory;
     use crate::error::KernelError;
 
     struct Numbers {
@@ -377,7 +380,7 @@ mod tests {
         {
             for (rows, columns) in [(1, 1), (12, 36), (33, 7), (600, 65), (1100, 3), (64, 9000)] {
                 let source = Numbers { rows, columns, fail_at: None, stored };
-                let weight = PackedWeight::pack(&pool, level, format, "w", &source).unwrap();
+                let weight = PackedWeight::pack(&pool, &WeightMemory::new(), level, format, "w", &source).unwrap();
                 assert_eq!(weight.bytes(), format.bytes(rows, columns));
                 let (mut got, mut wanted) = (vec![0.0; columns], vec![0.0; columns]);
                 for row in 0..rows {
@@ -400,7 +403,8 @@ mod tests {
         for stored in [None, Some(StorageType::Bf16)] {
             let source = Numbers { rows: 600, columns: 8, fail_at: Some(517), stored };
             let level = SimdLevel::Portable;
-            let error = PackedWeight::pack(&pool, level, PanelFormat::Bf16, "w", &source).unwrap_err();
+            let error =
+                PackedWeight::pack(&pool, &WeightMemory::new(), level, PanelFormat::Bf16, "w", &source).unwrap_err();
             assert_eq!(error.to_string(), "bad row");
         }
     }
