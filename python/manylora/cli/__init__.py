@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from manylora._core import __version__
-from manylora.cli import bench, demo, plan, serve
+from manylora.cli import bench, chat, demo, evaluate, generate, plan, serve
 from manylora.cli.log import shown_log
 from manylora.exceptions import ManyLoRAError
 from manylora.flags import FlagParser
@@ -19,6 +19,9 @@ examples:
   manylora demo --max-tokens 64 --dtype float32 --threads 1
   manylora serve BASE --lora-modules sql=./sql support=./support
   manylora bench serve --request-rate 4        time every token of 1000 requests to that server
+  manylora chat BASE --lora-modules sql=./sql  talk to them here; --url talks to a server
+  manylora generate BASE --lora-modules sql=./sql --input prompts.jsonl --output answers.jsonl
+  manylora eval BASE --lora-modules sql=./sql --data texts.jsonl         perplexity of the base and each adapter
   manylora plan --model Qwen2.5-7B-Instruct --gpu rtx4090 --adapters 30    what fits on a card, in bytes
 """
 
@@ -35,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=FlagParser)
     demo.add_parser(commands)
     serve.add_parser(commands)
+    chat.add_parser(commands)
+    generate.add_parser(commands)
+    evaluate.add_parser(commands)
     bench.add_parser(commands)
     plan.add_parser(commands)
     parsed = parser.parse_args(arguments)
@@ -46,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             status: int = parsed.run(parsed)
     except ManyLoRAError as error:
         print(f"manylora: error: {error}", file=sys.stderr)
-        return 1
+        return int(getattr(parsed, "status_of_error", 1))
     except KeyboardInterrupt:
         print("manylora: interrupted", file=sys.stderr)
         return 130

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from manylora.arguments import BY_NAME as ARGUMENTS
 from manylora.arguments import Treatment
 from manylora.cli.keys import read_keys, reloader
 from manylora.cli.log import set_log
-from manylora.engine import read_manifest
+from manylora.cli.modules import modules, register
 from manylora.exceptions import AdapterNotFoundError, ManyLoRAError, ValidationError
 from manylora.flags import add_flag
 from manylora.llm import LLM
@@ -86,51 +85,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run, parser=parser)
 
 
-def lora_module(text: str) -> tuple[str, str] | None:
-    """Read one item of `--lora-modules`; None for an empty one.
-
-    Raises:
-        ValueError: it is neither NAME=PATH nor an object with `name` and `path`.
-
-    """
-    if not text:
-        return None
-    if "=" in text and "," not in text and not text.lstrip().startswith("{"):
-        name, path = text.split("=", 1)
-        if name.strip() and path:
-            return name, path
-        raise ValueError(f"`{text}` must be NAME=PATH")
-    try:
-        entry = json.loads(text)
-    except ValueError:
-        raise ValueError(f"`{text}` is neither NAME=PATH nor JSON") from None
-    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or not isinstance(entry.get("path"), str):
-        raise ValueError(f"`{text}` must be an object with `name` and `path`")
-    if entry.get("is_3d_lora_weight"):
-        raise ValueError("`is_3d_lora_weight` is not supported: there are no mixture-of-experts models")
-    return entry["name"], entry["path"]
-
-
 def _from_environment(name: str) -> str | None:
     return os.environ.get(f"MANYLORA_{name}") or os.environ.get(f"VLLM_{name}")
-
-
-def _modules(arguments: argparse.Namespace) -> list[tuple[str, str]]:
-    modules: dict[str, str] = {}
-    for text in arguments.lora_modules or ():
-        try:
-            module = lora_module(text)
-        except ValueError as error:
-            arguments.parser.error(f"argument --lora-modules: {error}")
-        if module is not None:
-            if module[0] in modules:
-                arguments.parser.error(f"argument --lora-modules: `{module[0]}` is given twice")
-            modules[module[0]] = module[1]
-    for name, _, path in read_manifest(arguments.lora_manifest) if arguments.lora_manifest else ():
-        if name in modules:
-            raise ValidationError(f"adapter `{name}` is given twice, by --lora-modules or in the manifest")
-        modules[name] = path
-    return list(modules.items())
 
 
 def _checked(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -171,7 +127,7 @@ def plan(arguments: argparse.Namespace) -> Plan:
     if model is None:
         arguments.parser.error("give the base: manylora serve MODEL")
     given = _checked(arguments)
-    modules = _modules(arguments)
+    adapters = modules(arguments)
     allow = given["allow_runtime_lora_updating"] or (
         (_from_environment("ALLOW_RUNTIME_LORA_UPDATING") or "").lower() in ("1", "true")
     )
@@ -179,7 +135,7 @@ def plan(arguments: argparse.Namespace) -> Plan:
     environment_key = _from_environment("API_KEY")
     engine = {
         "served_model_name": given["served_model_name"],
-        "enable_lora": bool(given["enable_lora"] or modules or allow or given["lora_manifest"] or resolve_root),
+        "enable_lora": bool(given["enable_lora"] or adapters or allow or given["lora_manifest"] or resolve_root),
         "max_loras": given["max_loras"],
     }
     for flag in FLAGS:
@@ -206,7 +162,7 @@ def plan(arguments: argparse.Namespace) -> Plan:
         "allowed_headers": _listed("allowed_headers", given["allowed_headers"]),
     }
     server |= {name: given[name] for name in _AS_GIVEN}
-    return Plan(model, modules, engine, server, given["keys_file"])
+    return Plan(model, adapters, engine, server, given["keys_file"])
 
 
 # Flags that the server takes under the same name and as they are.
@@ -256,7 +212,8 @@ def run(arguments: argparse.Namespace) -> int:
     # Before the model is loaded, which takes longer than finding out that the port is taken or a certificate is wrong.
     port = _core.Port(asked.server, _fetcher(asked.engine))
     with LLM(model=asked.model, use_tqdm_on_load=not as_json, **asked.engine) as llm:
-        _register(llm, asked.modules, asked.server["served_model_names"])
+        adapters = [(name, None, path) for name, path in asked.modules]
+        register(llm.llm_engine, adapters, asked.server["served_model_names"])
         # The server handles them from here on; Python's own handler would raise beside it.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         reload = reloader(asked.keys_file) if asked.keys_file else None
@@ -268,23 +225,6 @@ def run(arguments: argparse.Namespace) -> int:
 
         _core.serve(llm._core, port, ready, reload)
     return 0
-
-
-def _register(llm: LLM, modules: list[tuple[str, str]], base_names: list[str]) -> None:
-    for name, _ in modules:
-        if name in base_names:
-            raise ValidationError(f"The lora adapter '{name}' conflicts with a served base model.")
-    if not modules:
-        return
-    begun = time.monotonic()
-    registered = llm.llm_engine.register_all([(name, None, path) for name, path in modules])
-    match [result for result in registered if isinstance(result, ManyLoRAError)]:
-        case [error]:
-            raise error
-        case [_, *_] as errors:
-            raise ValidationError(f"{len(errors)} adapters cannot be served:\n" + "\n".join(map(str, errors)))
-    seconds = time.monotonic() - begun
-    logger.info("%d adapters registered in %.2f s; each is read when a request first names it", len(modules), seconds)
 
 
 def _fetcher(engine: dict[str, Any]) -> Callable[[str, str], tuple[str, str]]:
