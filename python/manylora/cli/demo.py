@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import time
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora.cli import smollm2
+from manylora.exceptions import ValidationError
 from manylora.llm import LLM
 from manylora.lora.request import LoRARequest
 from manylora.outputs import RequestOutput
@@ -58,6 +60,11 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", metavar="PATH", help="SmolLM2-135M-Instruct as a GGUF file or a model folder")
+    parser.add_argument(
+        "--into",
+        metavar="FOLDER",
+        help="put the model and the adapters there to try other commands with, and run nothing",
+    )
     parser.add_argument("--max-tokens", type=_positive, default=32, metavar="N", help="longest answer (default: 32)")
     parser.add_argument(
         "--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="number format (default: auto)"
@@ -82,6 +89,8 @@ def _positive(text: str) -> int:
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo; the status is 1 if an answer differs from its solo run."""
     model = smollm2.find(arguments.model)
+    if arguments.into is not None:
+        return put_into(Path(arguments.into), Path(model))
     with LLM(
         model=model,
         # Whatever the file is called, this is the base that the adapters name.
@@ -123,6 +132,41 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     print("Every answer equals its solo run, token for token and logprob for logprob.")
     return 0
+
+
+def put_into(folder: Path, model: Path) -> int:
+    """Put the model and the adapters into a folder, and say what to do with them.
+
+    Raises:
+        ValidationError: the folder cannot be written.
+
+    """
+    base = "SmolLM2-135M-Instruct" + model.suffix
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, source in [(base, model), *((name, ADAPTERS / name) for name in NAMES)]:
+            target = folder / name
+            if target.exists() or target.is_symlink():
+                continue
+            if source.is_dir():
+                shutil.copytree(source, target)
+            else:
+                _link(source, target)
+    except OSError as error:
+        raise ValidationError(f"`{folder}` cannot be filled: {error}") from error
+    modules = " ".join(f"{name}={folder / name}" for name in NAMES)
+    print(f"{folder} has {base} and the adapters {', '.join(NAMES)}. Try:\n")
+    print(f"  manylora chat {folder / base} --lora-modules {modules} --adapter sql")
+    print(f"  manylora serve {folder / base} --lora-modules {modules}")
+    return 0
+
+
+def _link(source: Path, target: Path) -> None:
+    """Give a file a second name, or copy it where that cannot be."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def solo(llm: LLM, row: Row, lora: LoRARequest | None, params: SamplingParams) -> RequestOutput:
