@@ -1,8 +1,8 @@
 """Running what documentation shows: the blocks of a page, in their order, in one folder.
 
 A block of `sh` is run by bash, one of `python` by this interpreter; one under a line that ends with a file's name
-(`` `FILE`: ``) is written there instead. A block of `text` is what the block before it printed: each of its lines must be
-found there, in this order, `...` standing for anything. A comment before a block says why it is not run:
+(`` `FILE`: ``) is written there instead. A block of `text` is what the block before it printed: each of its lines must
+be found there, in this order, `...` standing for anything. A comment before a block says why it is not run:
 `<!-- not run: docker -->`. What a block starts in the background lives until the page ends.
 """
 
