@@ -109,7 +109,9 @@ impl Sleeper {
         if let Some(task) = self.task
             && catch_unwind(AssertUnwindSafe(|| task.wake())).is_err()
         {
-            tracing::warn!("an executor panicked when it was told that a request has news; who waits there may never hear of it");
+            tracing::warn!(
+                "an executor panicked when it was told that a request has news; who waits there may never hear of it"
+            );
         }
         if let Some(thread) = self.thread {
             thread.notify_one();

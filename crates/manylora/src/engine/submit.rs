@@ -77,7 +77,8 @@ pub(crate) fn encode_all(
     CheckedRequests(mut requests): CheckedRequests,
 ) -> Result<CheckedRequests, EngineError> {
     for (request, _) in &mut requests {
-        request.prompt = Prompt::Tokens(encode(shared, std::mem::replace(&mut request.prompt, Prompt::Tokens(Vec::new())))?);
+        request.prompt =
+            Prompt::Tokens(encode(shared, std::mem::replace(&mut request.prompt, Prompt::Tokens(Vec::new())))?);
     }
     Ok(CheckedRequests(requests))
 }
