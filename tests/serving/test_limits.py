@@ -232,7 +232,7 @@ def test_logprobs_of_prompts_have_so_much_room_together(new_server: Server) -> N
     for choice, ids in zip(choices, prompt, strict=False):
         first, *others = choice["prompt_logprobs"]
         assert first is None
-        assert [list(records)[0] for records in others] == [str(token) for token in ids[1:]]
+        assert [next(iter(records)) for records in others] == [str(token) for token in ids[1:]]
         assert {len(records) for records in others} <= {20, 21}
 
 
