@@ -150,7 +150,7 @@ fn draws_are_bit_equal_in_chunks_and_on_any_number_of_threads() {
     let oracle = Oracle::open("llama");
     let requests = || -> Vec<GenerateRequest> {
         let one = |row: usize| {
-            let base = SamplingParams { temperature: 0.9, seed: Some(row as u64), ..greedy(3 + row % 9) };
+            let base = SamplingParams { temperature: 0.9, seed: Some(row as i64), ..greedy(3 + row % 9) };
             let params = match row % 8 {
                 0 => SamplingParams { temperature: 0.0, ..base },
                 1 => SamplingParams { top_k: 5, logprobs: None, ..base },

@@ -14,7 +14,7 @@ fn many(oracle: &Oracle) -> Vec<GenerateRequest> {
     let prompts = ["few", "mid", "long"].map(|name| oracle.prompt(name));
     (0..64)
         .map(|row: usize| {
-            let sampled = SamplingParams { temperature: 0.8, seed: Some(row as u64), n: 2, ..greedy(1 + row * 7 % 40) };
+            let sampled = SamplingParams { temperature: 0.8, seed: Some(row as i64), n: 2, ..greedy(1 + row * 7 % 40) };
             request(&prompts[row % 3], [None, Some("alpha"), Some("beta")][row % 3], sampled)
         })
         .collect()
@@ -135,7 +135,7 @@ fn assert_same_text(base: &Path, is_bytewise: bool) {
     let tokenizer = Tokenizer::from_directory(base).expect("a tokenizer");
     assert_eq!(tokenizer.is_bytewise(), is_bytewise);
     // Hot enough for any token, special ones and halves of characters among them.
-    let hot = |seed| SamplingParams {
+    let hot = |seed: i64| SamplingParams {
         temperature: 50.0,
         seed: Some(seed),
         max_tokens: Some(1 + seed as usize % 24),
@@ -148,7 +148,7 @@ fn assert_same_text(base: &Path, is_bytewise: bool) {
         ..SamplingParams::default()
     };
     let mut has_halves = false;
-    for seed in 0..140_u64 {
+    for seed in 0..140_i64 {
         let prompt = ["A text, ", "x", "two words"][seed as usize % 3];
         let by = |stop: &[&str]| {
             let stop = stop.iter().map(|&stop| stop.to_owned()).collect();
@@ -166,7 +166,7 @@ fn assert_same_text(base: &Path, is_bytewise: bool) {
     }
     assert!(has_halves || !is_bytewise, "some end in the middle of a character");
     // An abort may come anywhere: what is there is the text of the tokens that are there.
-    for seed in 0..30 {
+    for seed in 0..30_i64 {
         let params = SamplingParams { max_tokens: Some(400), ignore_eos: true, ..hot(seed + 1) };
         let params = SamplingParams { n: 1, stop_token_ids: Vec::new(), ..params };
         let mut stream = engine.submit(GenerateRequest::text("x").params(params.clone())).expect("queued");

@@ -67,7 +67,9 @@ mod tests {
     }
 
     fn tell(courier: &mut Courier, streams: &[(StreamSender, RequestStream, Arc<Noting>)]) {
-        streams.iter().for_each(|(sender, ..)| courier.add(sender.send_token(0, 1, 0)));
+        for (sender, ..) in streams {
+            courier.add(sender.send_token(0, 1, 0));
+        }
         courier.wake();
     }
 
