@@ -232,6 +232,14 @@ def is_still_there(folder: Path) -> bool:
     root = adapters_dir()
     if root not in folder.parents:
         return folder.exists()
+    try:
+        return _can_be_used(root, folder)
+    except OSError:
+        # It went meanwhile, and its place with it; or the cache cannot be changed, which whoever fetches it is told.
+        return False
+
+
+def _can_be_used(root: Path, folder: Path) -> bool:
     if not (folder / _SOURCE).exists():
         return False
     name = f"{folder.parent.name}/{folder.name}"
@@ -239,8 +247,7 @@ def is_still_there(folder: Path) -> bool:
         since = _own_list(root).since.get(name, -math.inf)
         if since is None or time.monotonic() - since < _LINGERS / 2:
             return True
-    # It may go meanwhile, and its place with it.
-    with contextlib.suppress(FileNotFoundError), _locked(folder.parent / _LOCK):
+    with _locked(folder.parent / _LOCK):
         if (folder / _SOURCE).exists():
             _use(folder)
             return True
@@ -272,15 +279,26 @@ def _in_use(root: Path) -> set[str]:
     """Entries that processes use; what is left of those that have ended is removed."""
     used: set[str] = set()
     for path in (root / _USERS).glob("*"):
-        with contextlib.suppress(FileNotFoundError), path.open("r+") as file:
-            # For writing: where a lock is emulated, as over NFS, it takes that.
+        with contextlib.suppress(FileNotFoundError), _opened(path) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            except OSError:
+                # Somebody holds it; or nobody can tell, and then somebody may.
                 used.update(file.read().split())
             else:
-                path.unlink()
+                # Another user's may stay.
+                with contextlib.suppress(PermissionError):
+                    path.unlink()
     return used
+
+
+def _opened(path: Path) -> IO[str]:
+    """Open a process's list to see whether it is locked: for writing, which takes emulated locks as over NFS."""
+    try:
+        return path.open("r+")
+    except PermissionError:
+        # Another user's.
+        return path.open()
 
 
 @dataclass(frozen=True, order=True)

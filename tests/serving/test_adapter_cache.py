@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import shutil
@@ -15,7 +16,7 @@ import pytest
 
 from manylora import LLM, AdapterError, LoRARequest, adapter_cache, sources
 
-from .conftest import ADAPTERS
+from .conftest import ADAPTERS, read_as_others_do
 from .test_sources import CONFIG, TENSORS
 
 FETCH = "import sys; from manylora import sources; print(sources.fetch_adapter(sys.argv[1], 'a'), flush=True); input()"
@@ -161,6 +162,41 @@ def test_a_cache_that_cannot_be_changed_fails_nobody(
     llm = make_engine(lora_cache_bytes=1)
     assert llm.llm_engine.register_loras([LoRARequest("a", 1, str(ADAPTERS / "alpha"))]) == {}
     assert llm.llm_engine.add_lora(LoRARequest("b", 2, place("beta")))
+
+
+@pytest.mark.usefixtures("hasty")
+def test_another_users_list_is_looked_at(place: Callable[[str], str], cache: Path) -> None:
+    alpha, beta = fetched(place, "alpha", "beta")
+    theirs = cache / ".users" / "theirs"
+    theirs.write_text(f"{alpha.parent.name}/{alpha.name}\n")
+    theirs.chmod(0o444)
+    prune = [sys.executable, "-c", "from manylora import adapter_cache; adapter_cache.prune(1)"]
+
+    def pruned() -> None:
+        adapter_cache.prune(0)
+        done = subprocess.run(prune, stderr=subprocess.PIPE, text=True, preexec_fn=read_as_others_do, check=True)
+        assert "could not be brought down" not in done.stderr
+
+    with theirs.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        adapter_cache._lists.clear()
+        pruned()
+        assert (alpha.exists(), beta.exists()) == (True, False)
+    pruned()
+    assert not alpha.exists()
+
+
+def test_a_list_that_cannot_be_made_again_is_no_error(place: Callable[[str], str], cache: Path) -> None:
+    (alpha,) = fetched(place, "alpha")
+    assert adapter_cache.is_still_there(alpha)
+    shutil.rmtree(cache / ".users")
+    (cache / ".users").write_text("no folder")
+    # Whoever fetches it says what is wrong.
+    assert not adapter_cache.is_still_there(alpha)
+    with pytest.raises(OSError, match=r"\.users"):
+        fetched(place, "alpha")
+    (cache / ".users").unlink()
+    assert adapter_cache.is_still_there(alpha)
 
 
 def test_what_somebody_removed_by_hand_is_fetched_again(

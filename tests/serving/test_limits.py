@@ -139,22 +139,127 @@ def test_bodies_of_many_values_have_so_much_room_together(new_server: Server) ->
     server = new_server
     # As many values as a body may have, and the dearest of them.
     most = 1 << 20
+    zeros = b"0," * (most - 100) + b"0"
     bodies = [
-        b'{"prompt": [5], "max_tokens": 1, "other": [' + b"0," * (most - 100) + b"0]}",
+        b'{"prompt": [5], "max_tokens": 1, "other": [' + zeros + b"]}",
         b'{"prompt": [5], "max_tokens": 1, "other": [' + b'{"":0},' * (most // 6 - 100) + b"0]}",
+    ]
+    # Where they are looked at, and not only passed over.
+    said = b'"messages": [{"role": "user", "content": "x", "name": %s}], "max_tokens": 1'
+    chats = [
+        b"{" + said % (b"[" + zeros + b"]") + b"}",
+        b"{" + said % b"1" + b', "chat_template_kwargs": {"a": [' + zeros + b"]}}",
+        b"{" + said % b"1" + b', "tool_choice": "none", ' + tools_with(zeros) + b"}",
     ]
     with little_is_taken(server), asking(server) as texts:
         before = len(texts)
-        for body in bodies:
-            send = functools.partial(
-                httpx.post, f"{server.url}/v1/completions", content=body, headers=JSON, timeout=120
-            )
+        for path, body in [("completions", body) for body in bodies] + [("chat/completions", body) for body in chats]:
+            send = functools.partial(httpx.post, f"{server.url}/v1/{path}", content=body, headers=JSON, timeout=120)
             answers = at_once(send, 40)
             statuses = {answer.status_code for answer in answers}
             assert statuses <= {200, 503}, statuses
             assert 200 in statuses
         until(lambda: len(texts) > before)
     assert httpx.post(f"{server.url}/v1/completions", content=bodies[0], headers=JSON, timeout=60).status_code == 200
+
+
+def tools_with(values: bytes) -> bytes:
+    """Give a tool whose schema has these values."""
+    return b'"tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": [' + values + b"]}}}]"
+
+
+def test_what_waits_keeps_nothing_of_its_tools(start_server: StartServer) -> None:
+    server = start_server("--max-num-seqs", "1")
+    values = b"0," * ((1 << 20) - 100) + b"0"
+    body = (
+        b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "tool_choice": "none", '
+        + tools_with(values)
+        + b"}"
+    )
+
+    def post(path: str, content: bytes) -> int:
+        return httpx.post(f"{server.url}/v1/{path}", content=content, headers=JSON, timeout=300).status_code
+
+    def ask(path: str, content: bytes) -> None:
+        with contextlib.suppress(httpx.TransportError):
+            while post(path, content) == 503:
+                pass
+
+    def answering(count: int) -> bool:
+        return bool(server.client.get("/load").json()["server_load"] == count)
+
+    # It has minutes to run.
+    long = b'{"prompt": [5], "n": 4000, "max_tokens": 500, "ignore_eos": true, "temperature": 1}'
+    threads = [threading.Thread(target=ask, args=("completions", long))]
+    threads += [threading.Thread(target=ask, args=("chat/completions", body)) for _ in range(16)]
+    with little_is_taken(server):
+        threads[0].start()
+        until(lambda: Page(server).value("vllm:num_requests_waiting") > 3000)
+        for thread in threads[1:]:
+            thread.start()
+        until(lambda: answering(len(threads)))
+        # One more that is as large is read as soon as they have been.
+        until(lambda: post("completions", b'{"prompt": {}, "other": [' + values + b"]}") == 400)
+        assert answering(len(threads))
+    server.process.kill()
+    for thread in threads:
+        thread.join()
+
+
+def test_logprobs_of_prompts_have_so_much_room_together(new_server: Server) -> None:
+    server = new_server
+    prompt = [[5 + (row * 7 + at) % 250 for at in range(500)] for row in range(100)]
+    listing = {"max_tokens": 1, "prompt_logprobs": 20}
+    with little_is_taken(server), asking(server) as texts:
+        before = len(texts)
+        for fields in (listing, {"max_tokens": 0, "echo": True, "logprobs": 20}):
+            answer = server.complete(prompt=prompt, **fields)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "prompt_logprobs"
+            assert "would list `1050000` tokens" in message(answer)
+            assert "may list 1048576" in message(answer)
+            # As many as they may be.
+            answer = server.complete(prompt=prompt[:99], **fields)
+            assert answer.status_code == 200, answer.text
+            assert [choice["index"] for choice in answer.json()["choices"]] == list(range(99))
+        # Many have more than a few, and some have to wait.
+        ask = functools.partial(server.complete, prompt=prompt[:20], **listing)
+        answers = at_once(ask, 16)
+        assert [answer.status_code for answer in answers] == [200] * 16
+        assert len({answer.text.partition("choices")[2] for answer in answers}) == 1
+        until(lambda: len(texts) > before)
+    choices = answers[0].json()["choices"]
+    for choice, ids in zip(choices, prompt, strict=False):
+        first, *others = choice["prompt_logprobs"]
+        assert first is None
+        assert [next(iter(records)) for records in others] == [str(token) for token in ids[1:]]
+        assert {len(records) for records in others} <= {20, 21}
+
+
+def test_logprobs_of_an_answer_have_a_bound(start_server: StartServer) -> None:
+    server = start_server("--max-logprobs", "-1")
+    # 288 tokens are all there are.
+    answer = server.complete(prompt=[[5] * 500] * 8, prompt_logprobs=-1)
+    assert answer.status_code == 400
+    assert "would list `1152000` tokens" in message(answer)
+    many: dict[str, Any] = {"n": 16, "temperature": 1, "max_tokens": 400, "logprobs": -1}
+    with little_is_taken(server):
+        answer = server.complete(**many)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "logprobs"
+        assert "list more than 1048576 tokens" in message(answer)
+        body = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True, "logprobs": True}
+        answer = server.post("/v1/chat/completions", body | many | {"top_logprobs": -1})
+        assert answer.status_code == 400
+    # Of what it listed nothing runs on.
+    until(lambda: Page(server).value("vllm:num_requests_running") == 0)
+    answer = server.complete(**many | {"n": 8})
+    assert answer.status_code == 200
+    for choice in answer.json()["choices"]:
+        assert len(choice["logprobs"]["tokens"]) == 400
+        assert {len(listed) for listed in choice["logprobs"]["top_logprobs"]} == {
+            len(choice["logprobs"]["top_logprobs"][0])
+        }
 
 
 def test_names_that_come_again_cost_what_others_do(new_server: Server) -> None:

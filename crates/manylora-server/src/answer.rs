@@ -1,9 +1,11 @@
 //! What answers have in common: ids, times, usage.
 
-use axum::body::Body;
+use axum::body::{Body, Bytes};
 use axum::http::{HeaderName, HeaderValue, header};
 use axum::response::Response;
 use serde::Serialize;
+
+use crate::room::Room;
 
 /// Says which version of an adapter served a request.
 pub(crate) const VERSION_HEADER: HeaderName = HeaderName::from_static("x-manylora-adapter-version");
@@ -71,8 +73,33 @@ impl Serialize for ToldUsage {
 
 /// A JSON answer.
 pub(crate) fn json(value: &impl Serialize) -> Response {
-    let text = serde_json::to_string(value).unwrap_or_else(|error| format!("{{\"error\": \"{error}\"}}"));
-    let mut response = Response::new(Body::from(text));
+    of_json(Body::from(json_text(value)))
+}
+
+pub(crate) fn json_text(value: &impl Serialize) -> String {
+    serde_json::to_string(value).unwrap_or_else(|error| format!("{{\"error\": \"{error}\"}}"))
+}
+
+/// A text, and the room that it takes.
+struct Told {
+    text: String,
+    _room: Room,
+}
+
+impl AsRef<[u8]> for Told {
+    fn as_ref(&self) -> &[u8] {
+        self.text.as_bytes()
+    }
+}
+
+/// A JSON answer of this text. The room is kept until it was sent, or cannot be.
+pub(crate) fn json_in(room: Room, text: String) -> Response {
+    let is_any = room.is_any();
+    of_json(if is_any { Body::from(Bytes::from_owner(Told { text, _room: room })) } else { Body::from(text) })
+}
+
+fn of_json(body: Body) -> Response {
+    let mut response = Response::new(body);
     response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
     response
 }

@@ -13,13 +13,14 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::answer::REQUEST_ID;
 use crate::auth::Keys;
-use crate::body::{Bodies, Room};
+use crate::body::Bodies;
 use crate::config::ServerConfig;
 use crate::error::{ApiError, ServerError};
 use crate::fields::Fields;
 use crate::keys::{ApiKey, Caller, Running};
 use crate::metrics::{Metrics, Rejection};
 use crate::resolver::Resolver;
+use crate::room::{Held, Room, Store};
 use crate::roots::LoraRoot;
 use crate::routes::Routing;
 use crate::tools::ToolFormat;
@@ -28,6 +29,14 @@ use crate::tools::ToolFormat;
 const MOST_ENCODED: usize = 4 << 10;
 /// Bytes of texts that are encoded whatever else is.
 const SMALL_TEXT: usize = 64 << 10;
+
+/// Tokens that the logprobs of one answer may list, those of its prompts and those of its samples each: 20 beside the one that
+/// is there, for 50,000 tokens. One takes a dozen bytes as long as its request runs, and some 80 more in the answer.
+pub(crate) const MOST_LISTED: usize = 1 << 20;
+/// Answers of which the prompts' logprobs may list the most at once; others wait. Of a few tokens nobody has to wait.
+const LISTS_AT_ONCE: usize = 2;
+const FEW_LISTED: usize = 4 << 10;
+const LISTED_STEP: usize = 1 << 10;
 
 /// State of a server.
 pub(crate) struct App {
@@ -46,6 +55,8 @@ pub(crate) struct App {
     bodies: Bodies,
     /// Kilobytes of large texts that may be encoded at once: what the tokenizer makes of them takes a hundred times as much.
     encoding: Arc<Semaphore>,
+    /// Tokens that the logprobs of prompts list, of all requests together.
+    listed: Store,
     /// Unix time.
     pub(crate) started: u64,
     /// Sequences that wait or run.
@@ -95,6 +106,7 @@ impl App {
             routing,
             bodies,
             encoding: Arc::new(Semaphore::new(MOST_ENCODED)),
+            listed: Store::new(LISTS_AT_ONCE * MOST_LISTED, LISTED_STEP, FEW_LISTED),
             resolver,
             tool_format,
             engine,
@@ -168,6 +180,19 @@ impl App {
         permit.map(Some).map_err(|error| ApiError::internal(error.to_string()))
     }
 
+    /// Waits until the logprobs of prompts may list so many tokens.
+    pub(crate) async fn listing(&self, entries: usize) -> Result<Held, ApiError> {
+        if entries <= MOST_LISTED {
+            return Ok(self.listed.wait(entries).await);
+        }
+        Err(ApiError::bad_request(format!(
+            "the logprobs of the prompts would list `{entries}` tokens (each token of a prompt, times one more than \
+             `prompt_logprobs`, or than `logprobs` with `echo`), and those of one request may list {MOST_LISTED}; ask for fewer, \
+             or send fewer prompts at a time"
+        ))
+        .about("prompt_logprobs"))
+    }
+
     /// Does something that may wait - for the engine, for files - where waiting holds nobody up.
     pub(crate) async fn blocking<T: Send + 'static>(
         self: &Arc<Self>,
@@ -237,6 +262,12 @@ impl App {
     /// Requests that are being answered.
     pub(crate) fn load(&self) -> usize {
         self.load.load(Ordering::Relaxed)
+    }
+
+    /// Steps of room for bodies' bytes and values that are left, and sequences that are pending.
+    #[cfg(test)]
+    pub(crate) fn left(&self) -> ((usize, usize), usize) {
+        (self.bodies.left(), self.pending.load(Ordering::Relaxed))
     }
 
     pub(crate) fn is_draining(&self) -> bool {

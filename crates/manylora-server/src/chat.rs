@@ -18,10 +18,10 @@ use crate::completions::{cache_salt, stop_reason};
 use crate::error::ApiError;
 use crate::events::{self, Maker as _, StreamOptions};
 use crate::fields::Fields;
-use crate::generation::{self, Blame, Extent, Generation};
+use crate::generation::{self, Blame, Extent, Generation, Given};
 use crate::identity;
 use crate::keys::Caller;
-use crate::logprobs::{self, ChatLogprobs, Speller};
+use crate::logprobs::{ChatLogprobs, PromptLogprobs, Speller};
 use crate::reasoning::{CLOSE, OPEN, Splitter};
 use crate::sampling;
 use crate::speech::{Listener, Message};
@@ -118,9 +118,9 @@ fn read((app, caller): (&App, &Caller), headers: &HeaderMap, fields: &mut Fields
     let stream = StreamOptions::read(fields)?;
     let generation = app.config.use_generation_config.then(|| &app.engine.info().generation);
     let mut params = sampling::read(fields, generation)?;
-    let (tools, definitions) = Tools::read(app, fields)?;
+    let (tools, definitions, demanded) = Tools::read(app, fields)?;
     let engine = &app.engine;
-    if let Some(demanded) = tools.demanded(engine) {
+    if let Some(demanded) = demanded {
         if params.structured_outputs.is_some() {
             return Err(ApiError::bad_request(
                 "`tool_choice` demands calls and `response_format` or `structured_outputs` demands something else; give one",
@@ -200,16 +200,19 @@ pub(crate) async fn create(
             adapters: &asked.target.adapters,
             cache_salt: asked.cache_salt.as_deref(),
             repeated: echoed.len(),
+            needed: asked.tools.bytes(),
         };
-        let pending = generation::admit(app, &asker, &extent)?;
-        Ok((asked, echoed, pending, blame))
+        let admitted = generation::admit(app, &asker, &extent)?;
+        Ok((asked, echoed, admitted, blame))
     });
-    let ((mut asked, echoed, pending, blame), room) = taken.await?;
+    let ((mut asked, echoed, (pending, kept), blame), room) = taken.await?;
     let (add_special_tokens, samples) = (asked.conversation.add_special_tokens, asked.params.n);
     let continues = asked.conversation.options.continue_final_message;
     let parser = asked.parser();
     let called = if asked.tools.is_named() { "stop" } else { "tool_calls" };
-    let (text, (pending, room)) = asked.conversation.render(&app, (pending, room)).await?;
+    let (text, (pending, mut room)) = asked.conversation.render(&app, (pending, room)).await?;
+    room.keep(kept.at_first + text.len());
+    let given = Given { pending, room, to_the_end: kept.to_the_end };
     let splitter = app.config.reasoning_format.map(|format| Splitter::after(format, &text, continues));
     if let (Some(splitter), Some(outputs)) = (&splitter, &mut asked.params.structured_outputs) {
         splitter.put_off(outputs);
@@ -225,10 +228,9 @@ pub(crate) async fn create(
         tenant: caller.tenant(),
     };
     let streaming = asked.stream.is_some();
-    let generation =
-        Generation::start((&app, &caller, pending), vec![request], room, streaming, blame, &asked.id).await?;
+    let generation = Generation::start((&app, &caller, given), vec![request], streaming, blame, &asked.id).await?;
     let version = generation.version.clone();
-    let mut maker = Maker {
+    let maker = Maker {
         id: asked.id,
         created: unix_time(),
         model: asked.target.name,
@@ -237,7 +239,7 @@ pub(crate) async fn create(
         speller: asked.speller,
         token_ids: asked.token_ids,
         prompt_logprobs,
-        prompt: generation.prompts.first().cloned().unwrap_or_default(),
+        prompt: generation.prompts.first().map_or_else(|| [].into(), Arc::clone),
         tokens: vec![0; samples],
         listeners: vec![listener; samples],
         called,
@@ -280,7 +282,7 @@ struct Chat<'a> {
     #[serde(skip_serializing_if = "ToldUsage::is_absent")]
     usage: ToldUsage,
     #[serde(skip_serializing_if = "Option::is_none")]
-    prompt_logprobs: Option<Value>,
+    prompt_logprobs: Option<PromptLogprobs>,
     #[serde(skip_serializing_if = "Option::is_none")]
     prompt_token_ids: Option<&'a [u32]>,
 }
@@ -296,7 +298,7 @@ struct Maker {
     speller: Speller,
     token_ids: bool,
     prompt_logprobs: bool,
-    prompt: Vec<u32>,
+    prompt: Arc<[u32]>,
     /// Of each sample, so far.
     tokens: Vec<usize>,
     listeners: Vec<Listener>,
@@ -315,7 +317,11 @@ impl Maker {
             index: delta.index,
             message: None,
             delta: None,
-            logprobs: self.logprobs.map(|most| ChatLogprobs::new(&delta.logprobs, most, &self.speller)),
+            logprobs: self.logprobs.map(|most| ChatLogprobs {
+                positions: delta.logprobs,
+                most,
+                speller: self.speller.clone(),
+            }),
             finish_reason: delta.finish_reason.map(|reason| match reason {
                 FinishReason::Stop if calls => self.called,
                 other => other.as_str(),
@@ -338,22 +344,26 @@ impl Maker {
         }
     }
 
-    async fn whole(&mut self, mut generation: Generation, samples: usize) -> Result<Response, ApiError> {
-        let mut all = generation.finish(samples).await?.pop().unwrap_or_default();
-        let known = all.first_mut().and_then(|first| first.prompt_logprobs.take());
-        let choices = all
-            .into_iter()
-            .map(|mut delta| {
-                let text = std::mem::take(&mut delta.text);
-                let message = self.listeners[delta.index].message(&text, &self.echoed);
-                Choice { message: Some(message), ..self.choice(delta) }
-            })
-            .collect();
-        let mut chat = self.told("chat.completion", choices, ToldUsage::Now(self.usage()));
-        chat.prompt_logprobs =
-            self.prompt_logprobs.then(|| known.map_or(Value::Null, |known| logprobs::of_prompt(&known, &self.speller)));
-        chat.prompt_token_ids = self.token_ids.then_some(&self.prompt);
-        Ok(answer::json(&chat))
+    async fn whole(mut self, mut generation: Generation, samples: usize) -> Result<Response, ApiError> {
+        let all = generation.finish(samples).await?;
+        let write = move |mut all: Vec<Vec<Delta>>| {
+            let mut all = all.pop().unwrap_or_default();
+            let known = all.first_mut().and_then(|first| first.prompt_logprobs.take()).map(Arc::from);
+            let choices = all
+                .into_iter()
+                .map(|mut delta| {
+                    let text = std::mem::take(&mut delta.text);
+                    let message = self.listeners[delta.index].message(&text, &self.echoed);
+                    Choice { message: Some(message), ..self.choice(delta) }
+                })
+                .collect();
+            let mut chat = self.told("chat.completion", choices, ToldUsage::Now(self.usage()));
+            chat.prompt_logprobs =
+                self.prompt_logprobs.then(|| PromptLogprobs { known, speller: self.speller.clone() });
+            chat.prompt_token_ids = self.token_ids.then_some(&self.prompt);
+            answer::json_text(&chat)
+        };
+        generation.answer(all, write).await
     }
 }
 

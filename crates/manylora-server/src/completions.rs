@@ -8,7 +8,7 @@ use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::response::Response;
 use manylora::{Delta, GenerateRequest, Prompt, SamplingParams, StopReason};
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 use serde_json::Value;
 
 use crate::answer::{self, ToldUsage, Usage};
@@ -16,11 +16,11 @@ use crate::app::{App, unix_time};
 use crate::error::ApiError;
 use crate::events::{self, Maker as _, StreamOptions};
 use crate::fields::{Fields, tokens};
-use crate::generation::{self, Blame, Extent, Generation};
+use crate::generation::{self, Blame, Extent, Generation, Given};
 use crate::identity;
 use crate::json::Ids;
 use crate::keys::Caller;
-use crate::logprobs::{self, CompletionLogprobs, Speller};
+use crate::logprobs::{CompletionLogprobs, OfPrompt, PromptLogprobs, Speller};
 use crate::sampling;
 use crate::structured;
 use crate::target::{self, Target};
@@ -61,6 +61,7 @@ impl Asked {
             adapters: &self.target.adapters,
             cache_salt: self.cache_salt.as_deref(),
             repeated: times * REPEATED_TOKEN * self.prompts.iter().map(length).sum::<usize>(),
+            needed: 0,
         }
     }
 }
@@ -89,11 +90,20 @@ struct Choice {
     finish_reason: Option<&'static str>,
     stop_reason: Value,
     #[serde(skip_serializing_if = "Option::is_none")]
-    prompt_logprobs: Option<Value>,
+    prompt_logprobs: Option<PromptLogprobs>,
     #[serde(skip_serializing_if = "Option::is_none")]
     token_ids: Option<Vec<u32>>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    prompt_token_ids: Option<Vec<u32>>,
+    prompt_token_ids: Option<Shared>,
+}
+
+/// Token ids that are the engine's, too.
+struct Shared(Arc<[u32]>);
+
+impl Serialize for Shared {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        (*self.0).serialize(serializer)
+    }
 }
 
 #[derive(Serialize)]
@@ -113,6 +123,14 @@ pub(crate) fn stop_reason(reason: Option<StopReason>) -> Value {
         None => Value::Null,
         Some(StopReason::Token(token)) => Value::from(token),
         Some(StopReason::Text(text)) => Value::from(text),
+    }
+}
+
+/// Bytes of a prompt.
+fn bytes(prompt: &Prompt) -> usize {
+    match prompt {
+        Prompt::Text { text, .. } => text.len(),
+        Prompt::Tokens(tokens) => size_of_val(tokens.as_slice()),
     }
 }
 
@@ -240,10 +258,12 @@ pub(crate) async fn create(
     let taken = app.take(fields, move |app, fields| {
         let blame = Blame { prompt: "prompt", structure: structured::field(fields) };
         let asked = read((app, &asker), &headers, fields)?;
-        let pending = generation::admit(app, &asker, &asked.extent())?;
-        Ok((asked, pending, blame))
+        let admitted = generation::admit(app, &asker, &asked.extent())?;
+        Ok((asked, admitted, blame))
     });
-    let ((asked, pending, blame), room) = taken.await?;
+    let ((asked, (pending, kept), blame), mut room) = taken.await?;
+    room.keep(kept.at_first + asked.prompts.iter().map(bytes).sum::<usize>());
+    let given = Given { pending, room, to_the_end: kept.to_the_end };
     let Asked { target, prompts, params, echo, logprobs, stream, shape, cache_salt, priority, id } = asked;
     let samples = params.n;
     let texts = prompts.iter().map(|prompt| match prompt {
@@ -251,19 +271,21 @@ pub(crate) async fn create(
         _ => None,
     });
     let texts = texts.collect();
-    let params = Arc::new(params);
-    let request = |prompt| GenerateRequest {
-        prompt,
-        params: Arc::clone(&params),
-        adapters: target.adapters.clone(),
-        priority,
-        cache_salt: cache_salt.clone(),
-        tenant: caller.tenant(),
+    let requests = {
+        let params = Arc::new(params);
+        let request = |prompt| GenerateRequest {
+            prompt,
+            params: Arc::clone(&params),
+            adapters: target.adapters.clone(),
+            priority,
+            cache_salt: cache_salt.clone(),
+            tenant: caller.tenant(),
+        };
+        prompts.into_iter().map(request).collect()
     };
-    let requests = prompts.into_iter().map(request).collect();
-    let generation = Generation::start((&app, &caller, pending), requests, room, stream.is_some(), blame, &id).await?;
+    let generation = Generation::start((&app, &caller, given), requests, stream.is_some(), blame, &id).await?;
     let version = generation.version.clone();
-    let mut maker = Maker {
+    let maker = Maker {
         id,
         created: unix_time(),
         model: target.name,
@@ -301,7 +323,7 @@ struct Maker {
     echo: Echo,
     logprobs: Option<usize>,
     shape: Shape,
-    prompts: Vec<Vec<u32>>,
+    prompts: Vec<Arc<[u32]>>,
     /// What was given as text, where it is echoed.
     texts: Vec<Option<String>>,
     progress: Vec<Progress>,
@@ -310,50 +332,46 @@ struct Maker {
 }
 
 impl Maker {
-    fn choice(&mut self, prompt: usize, delta: Delta) -> Choice {
+    fn choice(&mut self, prompt: usize, mut delta: Delta) -> Choice {
         let index = prompt * self.samples + delta.index;
         let mut progress = self.progress[index];
         let first = !std::mem::replace(&mut progress.begun, true);
         self.cached[prompt] = self.cached[prompt].max(delta.cached_tokens);
         let speller = &self.shape.speller;
-        let (mut text, mut listed) = (String::new(), CompletionLogprobs::default());
+        let mut text = String::new();
+        let new = |most| CompletionLogprobs::new(progress.offset, most, speller.clone());
+        let mut logprobs = self.logprobs.map(new);
         let prompt_tokens = &self.prompts[prompt];
+        let known: Option<OfPrompt> = delta.prompt_logprobs.take().map(Arc::from);
         if first && self.echo.prompt {
             text = match (&self.texts[prompt], speller.engine.tokenizer()) {
                 (Some(text), _) => text.clone(),
                 (None, Ok(tokenizer)) => tokenizer.decode(prompt_tokens, true, true).unwrap_or_default(),
                 (None, Err(_)) => String::new(),
             };
-            if let (Some(most), Some(known)) = (self.logprobs, &delta.prompt_logprobs) {
-                for (at, &token) in prompt_tokens.iter().enumerate() {
-                    let position = at.checked_sub(1).and_then(|before| known.get(before));
-                    listed.push(token, position, most, &mut progress.offset, speller);
-                }
+            if let (Some(logprobs), Some(known)) = (&mut logprobs, &known) {
+                logprobs.echo(Arc::clone(prompt_tokens), Arc::clone(known));
             }
         }
         let token_ids = if self.echo.only { Vec::new() } else { delta.token_ids };
         if !self.echo.only {
             text.push_str(&delta.text);
-            if let Some(most) = self.logprobs {
-                for (&token, position) in token_ids.iter().zip(&delta.logprobs) {
-                    listed.push(token, Some(position), most, &mut progress.offset, speller);
-                }
+            if let Some(logprobs) = &mut logprobs {
+                logprobs.extend(&token_ids, delta.logprobs);
             }
         }
+        progress.offset = logprobs.as_ref().map_or(progress.offset, CompletionLogprobs::end);
         progress.tokens += token_ids.len();
         self.progress[index] = progress;
         Choice {
             index,
             text,
-            logprobs: self.logprobs.map(|_| listed),
+            logprobs,
             finish_reason: delta.finish_reason.map(|reason| if self.echo.only { "length" } else { reason.as_str() }),
             stop_reason: stop_reason(delta.stop_reason),
-            prompt_logprobs: self
-                .shape
-                .prompt_logprobs
-                .then(|| delta.prompt_logprobs.as_deref().map_or(Value::Null, |all| logprobs::of_prompt(all, speller))),
+            prompt_logprobs: self.shape.prompt_logprobs.then(|| PromptLogprobs { known, speller: speller.clone() }),
             token_ids: self.shape.token_ids.then_some(token_ids),
-            prompt_token_ids: (self.shape.token_ids && first).then(|| prompt_tokens.clone()),
+            prompt_token_ids: (self.shape.token_ids && first).then(|| Shared(Arc::clone(prompt_tokens))),
         }
     }
 
@@ -368,12 +386,15 @@ impl Maker {
         }
     }
 
-    async fn whole(&mut self, mut generation: Generation) -> Result<Response, ApiError> {
+    async fn whole(mut self, mut generation: Generation) -> Result<Response, ApiError> {
         let all = generation.finish(self.samples).await?;
-        let numbered = all.into_iter().enumerate();
-        let deltas = numbered.flat_map(|(prompt, samples)| samples.into_iter().map(move |delta| (prompt, delta)));
-        let choices = deltas.map(|(prompt, delta)| self.choice(prompt, delta)).collect();
-        Ok(answer::json(&self.told(choices, ToldUsage::Now(self.usage()))))
+        let write = move |all: Vec<Vec<Delta>>| {
+            let numbered = all.into_iter().enumerate();
+            let deltas = numbered.flat_map(|(prompt, samples)| samples.into_iter().map(move |delta| (prompt, delta)));
+            let choices = deltas.map(|(prompt, delta)| self.choice(prompt, delta)).collect();
+            answer::json_text(&self.told(choices, ToldUsage::Now(self.usage())))
+        };
+        generation.answer(all, write).await
     }
 }
 
@@ -391,7 +412,7 @@ impl events::Maker for Maker {
     }
 
     fn usage(&self) -> Usage {
-        let prompts = self.prompts.iter().map(Vec::len).sum();
+        let prompts = self.prompts.iter().map(|prompt| prompt.len()).sum();
         Usage::new(prompts, self.progress.iter().map(|it| it.tokens).sum(), self.cached.iter().sum())
     }
 

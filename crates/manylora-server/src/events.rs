@@ -11,7 +11,7 @@ use serde::Serialize;
 use crate::answer::{ToldUsage, Usage};
 use crate::app::Answering;
 use crate::error::ApiError;
-use crate::generation::Generation;
+use crate::generation::{Generation, MUCH, told_bytes};
 
 /// Events that go out together.
 #[derive(Debug, Default)]
@@ -72,6 +72,11 @@ impl<M: Maker> Stream<M> {
         }
     }
 
+    fn tell_news(&mut self, prompt: usize, delta: Delta, events: &mut Events) {
+        let choices = self.maker.choices(prompt, delta);
+        self.tell(choices, events);
+    }
+
     /// The events that are there, at least one if any comes; None at the end.
     async fn next(mut self) -> Option<(Result<Bytes, std::convert::Infallible>, Self)> {
         if self.ended {
@@ -85,10 +90,18 @@ impl<M: Maker> Stream<M> {
         let mut news = self.generation.next().await;
         loop {
             match news {
-                Some(Ok((prompt, delta))) => {
-                    let choices = self.maker.choices(prompt, delta);
-                    self.tell(choices, &mut events);
+                // It takes long: logprobs of a long prompt, most likely.
+                Some(Ok((prompt, delta))) if told_bytes(&delta) > MUCH => {
+                    let told = tokio::task::spawn_blocking(move || {
+                        self.tell_news(prompt, delta, &mut events);
+                        (self, events)
+                    });
+                    match told.await {
+                        Ok(told) => (self, events) = told,
+                        Err(failed) => std::panic::resume_unwind(failed.into_panic()),
+                    }
                 }
+                Some(Ok((prompt, delta))) => self.tell_news(prompt, delta, &mut events),
                 Some(Err(error)) => {
                     // An error is the last event: no [DONE], which would say that all went well.
                     events.push(&error.to_json());

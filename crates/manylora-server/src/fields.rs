@@ -7,9 +7,9 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value};
 
-use crate::body::Room;
 use crate::error::ApiError;
 use crate::json::Ids;
+use crate::room::Room;
 
 /// An object whose fields are being read.
 #[derive(Debug)]
@@ -24,7 +24,7 @@ pub(crate) struct Fields {
 }
 
 /// A value as an error shows it: short.
-fn shown(value: &Value) -> String {
+pub(crate) fn shown(value: &Value) -> String {
     let text = value.to_string();
     if text.chars().count() <= 80 { text } else { format!("{}...", text.chars().take(80).collect::<String>()) }
 }

@@ -4,21 +4,27 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
+use axum::response::Response;
 use futures_util::stream::{SelectAll, Stream, StreamExt, select_all};
+use manylora::sampler::TokenLogprobs;
 use manylora::{AdapterSelection, Delta, EngineError, GenerateRequest, Prompt, RequestStream, SamplingParams};
 
-use crate::app::{App, Pending};
-use crate::body::Room;
+use crate::answer;
+use crate::app::{App, MOST_LISTED, Pending};
 use crate::error::{ApiError, PROMPT, STRUCTURED_OUTPUTS};
 use crate::keys::Caller;
 use crate::metrics::Account;
-use crate::target;
+use crate::room::Room;
+use crate::{structured, target};
 
 /// Sequences that one request may ask for: what is made for each of them is made before any of them runs.
 const MOST_SEQUENCES: usize = 16_384;
 /// Bytes of what they have for themselves: stop strings, biases, lists of tokens, names, and what their answers repeat of
 /// the prompt.
 const MOST_BYTES: usize = 64 << 20;
+
+/// Bytes of an answer that are written where nobody is served.
+pub(crate) const MUCH: usize = 64 << 10;
 
 /// What a request asks for, as far as it may be too much.
 #[derive(Debug)]
@@ -32,6 +38,17 @@ pub(crate) struct Extent<'a> {
     pub(crate) cache_salt: Option<&'a str>,
     /// Bytes of all prompts that the answer of each of their samples repeats.
     pub(crate) repeated: usize,
+    /// Bytes of what else the answer needs of the request.
+    pub(crate) needed: usize,
+}
+
+/// What of a request's body is kept, in bytes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Kept {
+    /// Until its sequences wait in the engine, beside the prompts.
+    pub(crate) at_first: usize,
+    /// Until it is answered.
+    pub(crate) to_the_end: usize,
 }
 
 /// How many sequences so many prompts are, if one request may ask for that.
@@ -46,9 +63,9 @@ pub(crate) fn sequences(prompts: usize, samples: usize) -> Result<usize, ApiErro
     .about("n"))
 }
 
-/// Admits the sequences of a request, if one may ask for that.
-pub(crate) fn admit(app: &Arc<App>, caller: &Caller, extent: &Extent<'_>) -> Result<Pending, ApiError> {
-    let Extent { prompts, params, adapters, cache_salt, repeated } = *extent;
+/// Admits the sequences of a request, if one may ask for that; also gives what is kept of the body.
+pub(crate) fn admit(app: &Arc<App>, caller: &Caller, extent: &Extent<'_>) -> Result<(Pending, Kept), ApiError> {
+    let Extent { prompts, params, adapters, cache_salt, repeated, needed } = *extent;
     let sequences = sequences(prompts, params.n)?;
     let adapters = adapters.iter().map(|adapter| size_of::<AdapterSelection>() + adapter.name.len()).sum::<usize>();
     let each = params.list_bytes() + adapters + cache_salt.map_or(0, str::len);
@@ -61,7 +78,9 @@ pub(crate) fn admit(app: &Arc<App>, caller: &Caller, extent: &Extent<'_>) -> Res
         ))
         .about("n"));
     }
-    app.admit(caller, sequences)
+    let to_the_end = each.saturating_add(repeated).saturating_add(needed);
+    let structure = params.structured_outputs.as_ref().map_or(0, structured::bytes);
+    Ok((app.admit(caller, sequences)?, Kept { at_first: to_the_end.saturating_add(structure), to_the_end }))
 }
 
 /// A request's stream, with the number of its prompt.
@@ -98,84 +117,107 @@ impl Blame {
     }
 }
 
+/// What a request was given: a place among those that are answered, and memory, of which so much is kept to the end.
+pub(crate) struct Given {
+    #[expect(dead_code, reason = "it is held")]
+    pub(crate) pending: Pending,
+    pub(crate) room: Room,
+    pub(crate) to_the_end: usize,
+}
+
 /// Submits requests on threads that may wait. All that they have been given goes along: where nobody waits for the end of
 /// this any more, it still lasts.
 async fn submit(
-    (app, caller, pending): (&Arc<App>, &Caller, Pending),
+    (app, caller, mut given): (&Arc<App>, &Caller, Given),
     requests: Vec<GenerateRequest>,
-    room: Room,
     mut account: Account,
     streaming: bool,
-) -> Result<(Vec<RequestStream>, Pending, Account), ApiError> {
+) -> Result<(Vec<RequestStream>, Given, Account), ApiError> {
     let texts = requests.iter().map(|request| match &request.prompt {
         Prompt::Text { text, .. } => text.len(),
         Prompt::Tokens(_) => 0,
     });
     let text_bytes = texts.sum();
+    let lists = requests.iter().any(|request| request.params.prompt_logprobs.is_some());
     let caller = caller.clone();
-    let queue = move |app: &Arc<App>, requests| match app.engine.submit_checked(requests, streaming) {
+    let queue = move |app: &Arc<App>, requests, mut given: Given| match app.engine.submit_checked(requests, streaming) {
         Ok(streams) => {
             account.submitted(streams.iter().map(|stream| stream.prompt_token_ids().len()));
-            Ok((streams, pending, account))
+            given.room.keep(given.to_the_end);
+            Ok((streams, given, account))
         }
         // It went while the request was looked at.
         Err(EngineError::UnknownAdapter { name, .. }) => Err(target::unknown(app, &caller, &name)),
         Err(error) => Err(error.into()),
     };
-    if !App::is_large_text(text_bytes) {
+    if !App::is_large_text(text_bytes) && !lists {
         let work = move |app: &Arc<App>| {
-            let submitted = app.engine.check_all(requests).map_err(ApiError::from).and_then(|it| queue(app, it));
-            drop(room);
-            submitted
+            let checked = app.engine.check_all(requests)?;
+            queue(app, checked, given)
         };
         return app.blocking(work).await;
     }
     // Nobody who has a large text to encode waits for somebody's grammar.
-    let check = move |app: &Arc<App>| Ok((app.engine.check_all(requests)?, room, queue));
-    let (requests, room, queue) = app.blocking(check).await?;
+    let check = move |app: &Arc<App>| Ok((app.engine.check_all(requests)?, given));
+    let requests;
+    (requests, given) = app.blocking(check).await?;
     let permit = app.encoding(text_bytes).await?;
-    app.blocking(move |app| {
-        let submitted = queue(app, requests);
-        drop((room, permit));
-        submitted
-    })
-    .await
+    let encode = move |app: &Arc<App>| {
+        let encoded = app.engine.encode_all(requests)?;
+        drop(permit);
+        Ok((app.engine.prompt_logprob_entries(&encoded), encoded, given))
+    };
+    let (entries, encoded);
+    (entries, encoded, given) = app.blocking(encode).await?;
+    given.room.listed = app.listing(entries).await?;
+    app.blocking(move |app| queue(app, encoded, given)).await
+}
+
+/// Tokens that logprobs list.
+fn listed(logprobs: &[TokenLogprobs]) -> usize {
+    logprobs.iter().map(|position| position.entries.len()).sum()
+}
+
+/// Bytes, roughly, that an answer has of these news.
+pub(crate) fn told_bytes(delta: &Delta) -> usize {
+    let entries = listed(&delta.logprobs) + delta.prompt_logprobs.as_deref().map_or(0, listed);
+    delta.text.len() + (delta.token_ids.len() + 8 * entries) * size_of::<u64>()
 }
 
 /// One HTTP request's prompts in the engine. Dropping it aborts what still runs.
 pub(crate) struct Generation {
     app: Arc<App>,
     /// Each prompt as token ids.
-    pub(crate) prompts: Vec<Vec<u32>>,
+    pub(crate) prompts: Vec<Arc<[u32]>>,
     /// Versions of the adapters that serve it, with commas between them; None for the base.
     pub(crate) version: Option<String>,
     first: Option<(usize, Delta)>,
     rest: SelectAll<Tagged>,
     blame: Blame,
     account: Account,
-    _pending: Pending,
+    given: Given,
 }
 
 impl Generation {
     /// Submits requests that were admitted and waits for the first news, so that whatever keeps them from running is told
-    /// before any byte of an answer. With `streaming` false each sample arrives whole. `room` is what their body was given, `id` the
-    /// answer's.
+    /// before any byte of an answer. With `streaming` false each sample arrives whole, unless it lists logprobs, which may
+    /// become too many. `id` is the answer's.
     pub(crate) async fn start(
-        (app, caller, pending): (&Arc<App>, &Caller, Pending),
+        (app, caller, given): (&Arc<App>, &Caller, Given),
         requests: Vec<GenerateRequest>,
-        room: Room,
         streaming: bool,
         blame: Blame,
         id: &str,
     ) -> Result<Self, ApiError> {
         let account = Account::open(app, &requests, id);
-        let submitted = submit((app, caller, pending), requests, room, account, streaming).await;
-        let (streams, pending, account) = submitted.map_err(|error| blame.put(app, error))?;
-        let prompts = streams.iter().map(|stream| stream.prompt_token_ids().to_vec()).collect();
+        let streaming = streaming || requests.iter().any(|request| request.params.logprobs.is_some());
+        let submitted = submit((app, caller, given), requests, account, streaming).await;
+        let (streams, given, account) = submitted.map_err(|error| blame.put(app, error))?;
+        let prompts = streams.iter().map(RequestStream::shared_prompt).collect();
         let tagged = streams.into_iter().enumerate().map(|(prompt, stream)| Tagged { prompt, stream });
         let rest = select_all(tagged);
         let mut generation =
-            Self { app: Arc::clone(app), prompts, version: None, first: None, rest, blame, account, _pending: pending };
+            Self { app: Arc::clone(app), prompts, version: None, first: None, rest, blame, account, given };
         generation.first = generation.next().await.transpose()?;
         generation.version = generation.bound_versions();
         generation.account.bound(generation.version.clone());
@@ -204,12 +246,41 @@ impl Generation {
         Some(delta.map(|delta| (prompt, delta)).map_err(|error| self.blame.put(&self.app, ApiError::from(error))))
     }
 
+    /// The answer that `write` makes of all samples: where nobody is served, if it is long.
+    pub(crate) async fn answer(
+        self,
+        all: Vec<Vec<Delta>>,
+        write: impl FnOnce(Vec<Vec<Delta>>) -> String + Send + 'static,
+    ) -> Result<Response, ApiError> {
+        let Self { app, prompts, given, account, .. } = self;
+        let samples = all.iter().map(Vec::len).max().unwrap_or_default();
+        let told: usize = all.iter().flatten().map(told_bytes).sum();
+        let repeated = prompts.iter().map(|prompt| prompt.len() * size_of::<u64>()).sum::<usize>() * samples;
+        let write = move || {
+            let text = write(all);
+            drop(account);
+            (text, given)
+        };
+        let (text, Given { room, .. }) =
+            if told + repeated > MUCH { app.blocking(move |_| Ok(write())).await? } else { write() };
+        Ok(answer::json_in(room, text))
+    }
+
     /// Waits for all samples; `[prompt][sample]`.
     pub(crate) async fn finish(&mut self, samples: usize) -> Result<Vec<Vec<Delta>>, ApiError> {
         let empty = || (0..samples).map(|index| Delta { index, ..Delta::default() }).collect::<Vec<_>>();
         let mut all: Vec<Vec<Delta>> = self.prompts.iter().map(|_| empty()).collect();
+        let mut entries = 0;
         while let Some(news) = self.next().await {
             let (prompt, delta) = news?;
+            entries += listed(&delta.logprobs);
+            if entries > MOST_LISTED {
+                return Err(ApiError::bad_request(format!(
+                    "the logprobs of the answer list more than {MOST_LISTED} tokens; ask for fewer `logprobs` (or `top_logprobs`), \
+                     samples or `max_tokens`, or for a stream"
+                ))
+                .about("logprobs"));
+            }
             let sample = all.get_mut(prompt).and_then(|samples| samples.get_mut(delta.index));
             let Some(sample) = sample else {
                 return Err(ApiError::internal("the engine answered for a sample that nobody asked for"));
@@ -222,6 +293,10 @@ impl Generation {
 
 #[cfg(test)]
 mod tests {
+    use axum::Extension;
+    use axum::body::Body;
+    use axum::extract::State;
+    use futures_util::FutureExt;
     use manylora::StructuredOutputs;
 
     use super::*;
@@ -248,6 +323,10 @@ mod tests {
         folder
     }
 
+    fn given(pending: Pending) -> Given {
+        Given { pending, room: Room::default(), to_the_end: 0 }
+    }
+
     fn request(bytes: usize, regex: &str) -> GenerateRequest {
         let regex = Some(regex.to_owned());
         let structured_outputs = Some(StructuredOutputs { regex, ..StructuredOutputs::default() });
@@ -264,7 +343,7 @@ mod tests {
             let pending = app.admit(&caller, 1).expect("room");
             let requests = vec![request];
             let account = Account::open(&app, &requests, "x");
-            let submitted = submit((&app, &caller, pending), requests, Room::default(), account, false).await;
+            let submitted = submit((&app, &caller, given(pending)), requests, account, false).await;
             submitted.map(drop).map_err(|error| error.to_json()["error"]["message"].to_string())
         };
         // Somebody encodes as much as may be encoded at once.
@@ -283,6 +362,86 @@ mod tests {
         assert!(told.contains("maximum context length"), "{told}");
     }
 
+    /// Whoever waits - for a grammar, for others who encode - holds no room for what is gone.
+    #[tokio::test]
+    async fn who_waits_has_given_back_what_the_body_took() {
+        let base = base_without_reach();
+        let (_engine, app) = app(Some(base.path()));
+        let (all, _) = app.left();
+        let permit = app.encoding(usize::MAX).await.expect("a permit");
+        let kind = (axum::http::header::CONTENT_TYPE, axum::http::HeaderValue::from_static("application/json"));
+        let headers = || axum::http::HeaderMap::from_iter([kind.clone()]);
+        let text = "x ".repeat(50_000);
+        let other = vec![0; 300_000];
+        let (state, caller) = (|| State(Arc::clone(&app)), || Extension(Caller::default()));
+        let body = |mut fields: serde_json::Value| {
+            fields["other"] = other.clone().into();
+            Body::from(fields.to_string())
+        };
+        let prompt = body(serde_json::json!({"prompt": &text}));
+        let messages = serde_json::json!([{"role": "user", "content": &text, "name": &other}]);
+        let tools = serde_json::json!([{"type": "function", "function": {"name": "f", "parameters": {"a": &other}}}]);
+        let chat = body(serde_json::json!({"messages": messages, "tools": tools, "tool_choice": "none"}));
+        let tokenized = body(serde_json::json!({"messages": messages}));
+        let waiting = [
+            tokio::spawn(crate::completions::create(state(), caller(), headers(), prompt)),
+            tokio::spawn(crate::chat::create(state(), caller(), headers(), chat)),
+            tokio::spawn(crate::tokens::tokenize(state(), caller(), headers(), tokenized)),
+        ];
+        let given_back = async {
+            while app.left() != (all, waiting.len()) {
+                tokio::task::yield_now().await;
+            }
+        };
+        let in_time = tokio::time::timeout(tokio::time::Duration::from_secs(60), given_back).await;
+        assert!(in_time.is_ok() && !waiting.iter().any(tokio::task::JoinHandle::is_finished), "{:?}", app.left());
+        drop(permit);
+        for answer in waiting {
+            drop(answer.await.expect("no panic"));
+        }
+    }
+
+    /// So much of what prompts' logprobs list is there at once; others wait, and get theirs when it was sent.
+    #[tokio::test]
+    async fn logprobs_of_prompts_wait_for_room() {
+        let (_engine, app) = app(None);
+        let too_many = app.listing(MOST_LISTED + 1).await.expect_err("too many").to_json().to_string();
+        assert!(too_many.contains("`1048577`") && too_many.contains("prompt_logprobs"), "{too_many}");
+        let held = [app.listing(MOST_LISTED).await.expect("room"), app.listing(MOST_LISTED).await.expect("room")];
+        let caller = Caller::default();
+        let ask = async |prompt: usize, prompt_logprobs: i32| {
+            let params = SamplingParams {
+                max_tokens: Some(1),
+                prompt_logprobs: Some(prompt_logprobs),
+                ..SamplingParams::default()
+            };
+            let requests = vec![GenerateRequest::tokens(vec![5; prompt]).params(params)];
+            let given = given(app.admit(&caller, 1).expect("a place"));
+            let blame = Blame { prompt: "prompt", structure: "response_format" };
+            let mut generation = Generation::start((&app, &caller, given), requests, false, blame, "x").await?;
+            let all = generation.finish(1).await?;
+            let listed = all[0][0].prompt_logprobs.as_deref().map(listed);
+            generation.answer(all, move |_| format!("{listed:?}")).await
+        };
+        // A few are everybody's.
+        let answer = ask(100, 20).await.expect("an answer");
+        let body = axum::body::to_bytes(answer.into_body(), 1000).await.expect("a body");
+        assert!(body.starts_with(b"Some("));
+        let waiting = ask(400, 20);
+        tokio::pin!(waiting);
+        let soon = tokio::time::Duration::from_millis(300);
+        assert!(tokio::time::timeout(soon, &mut waiting).await.is_err(), "there is no room");
+        drop(held);
+        let answer = waiting.await.expect("an answer");
+        // It is kept until the answer is gone.
+        let rest = app.listing(MOST_LISTED).await.expect("room");
+        let last = app.listing(MOST_LISTED);
+        tokio::pin!(last);
+        assert!(last.as_mut().now_or_never().is_none());
+        drop(answer);
+        drop((last.await.expect("room"), rest));
+    }
+
     #[tokio::test]
     async fn a_48_who_named_what_went_meanwhile_is_told_nothing_of_others() {
         let (engine, app) = app(None);
@@ -294,7 +453,7 @@ mod tests {
         let requests = vec![GenerateRequest::tokens([5]).adapter("mine")];
         let account = Account::open(&app, &requests, "x");
         let pending = app.admit(&caller, 1).expect("room");
-        let submitted = submit((&app, &caller, pending), requests, Room::default(), account, false).await;
+        let submitted = submit((&app, &caller, given(pending)), requests, account, false).await;
         let told = submitted.map(drop).expect_err("it is not there").to_json().to_string();
         assert!(told.contains("The model `mine` does not exist.") && told.contains("404"), "{told}");
         assert!(!told.contains("secret"), "{told}");

@@ -33,6 +33,7 @@ mod openapi;
 mod prefix;
 mod reasoning;
 mod resolver;
+mod room;
 mod roots;
 mod routes;
 mod sampling;

@@ -61,6 +61,13 @@ pub(crate) fn read(fields: &mut Fields) -> Result<Option<StructuredOutputs>, Api
     Ok(Some(outputs))
 }
 
+/// Bytes of what was said of it.
+pub(crate) fn bytes(outputs: &StructuredOutputs) -> usize {
+    let StructuredOutputs { json, regex, grammar, whitespace_pattern, choice, after, opening, .. } = outputs;
+    let texts = [json, regex, grammar, whitespace_pattern, after, opening].into_iter().flatten();
+    texts.chain(choice.iter().flatten()).map(|text| size_of::<String>() + text.len()).sum()
+}
+
 /// A schema as text; what is no object is told by whoever compiles it.
 fn schema(value: &Value) -> String {
     value.as_str().map_or_else(|| value.to_string(), str::to_owned)

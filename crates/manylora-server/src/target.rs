@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::app::App;
 use crate::error::ApiError;
-use crate::fields::Fields;
+use crate::fields::{Fields, shown};
 use crate::keys::Caller;
 
 /// Fields of other servers that name one adapter.
@@ -174,7 +174,8 @@ fn one(app: &App, caller: &Caller, field: &str, name: &str, scale: f32) -> Resul
 fn of_list(app: &App, caller: &Caller, item: &Value) -> Result<AdapterSelection, ApiError> {
     let wrong = || {
         ApiError::bad_request(format!(
-            "an item of `lora` must be {{\"id\": NAME, \"scale\": NUMBER}} with a name that /v1/models lists, got `{item}`"
+            "an item of `lora` must be {{\"id\": NAME, \"scale\": NUMBER}} with a name that /v1/models lists, got `{}`",
+            shown(item)
         ))
         .about("lora")
     };

@@ -13,11 +13,11 @@ use serde_json::json;
 
 use crate::answer;
 use crate::app::{App, Pending};
-use crate::body::Room;
 use crate::chat::Conversation;
 use crate::error::ApiError;
 use crate::fields::Fields;
 use crate::keys::Caller;
+use crate::room::Room;
 use crate::target;
 
 /// Bytes of text that are encoded and token ids that are decoded even where no prompt can have as many.
@@ -76,7 +76,7 @@ pub(crate) async fn tokenize(
         Ok((spelled, given))
     });
     let ((spelled, given), held) = read.await?;
-    let (text, add_special_tokens, held) = match given {
+    let (text, add_special_tokens, mut held) = match given {
         Given::Text { text, add_special_tokens } => (text, add_special_tokens, held),
         Given::Chat(conversation) => {
             let add_special_tokens = conversation.add_special_tokens;
@@ -84,6 +84,7 @@ pub(crate) async fn tokenize(
             (text, add_special_tokens, held)
         }
     };
+    held.1.keep(text.len());
     let permit = app.encoding(text.len()).await?;
     app.blocking(move |app| {
         let tokenizer = app.engine.tokenizer()?;

@@ -1,6 +1,7 @@
 //! A request's stream of deltas: usable from a plain thread (blocking iteration) and from async code (`Stream`).
 
 use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
@@ -83,7 +84,7 @@ impl News {
 
 #[derive(Debug, Default)]
 struct State {
-    queue: VecDeque<Result<News, EngineError>>,
+    queue: VecDeque<Result<News, Box<EngineError>>>,
     /// Samples that have not ended.
     open: usize,
     /// Whether an error ended the stream: its samples that still run are of no use.
@@ -103,10 +104,14 @@ pub(crate) struct Sleeper {
 }
 
 impl Sleeper {
-    /// Tells it.
+    /// Tells it. A waker is its executor's code: one that panics leaves others to be woken.
     pub(crate) fn wake(self) {
-        if let Some(task) = self.task {
-            task.wake();
+        if let Some(task) = self.task
+            && catch_unwind(AssertUnwindSafe(|| task.wake())).is_err()
+        {
+            tracing::warn!(
+                "an executor panicked when it was told that a request has news; who waits there may never hear of it"
+            );
         }
         if let Some(thread) = self.thread {
             thread.notify_one();
@@ -153,7 +158,7 @@ impl StreamSender {
         if state.open > 0 {
             state.open = 0;
             state.failed = true;
-            state.queue.push_back(Err(error));
+            state.queue.push_back(Err(Box::new(error)));
         }
         let sleeper = self.sleeper(&mut state);
         drop(state);
@@ -214,6 +219,11 @@ impl RequestStream {
         &self.prompt_token_ids
     }
 
+    /// As [`Self::prompt_token_ids`], to keep: the engine's own, no copy.
+    pub fn shared_prompt(&self) -> Arc<[u32]> {
+        Arc::clone(&self.prompt_token_ids)
+    }
+
     /// The adapters that it was submitted with, by name, and the versions that serve it, whatever the names stand for by
     /// now. From the first delta on they are known; before, None stands for one whose tensors were never read. It stays
     /// None for one at scale 0, which serves nothing.
@@ -266,8 +276,8 @@ impl RequestStream {
     }
 
     /// A delta with its text. If that cannot be made the stream ends with the error, and the request is stopped.
-    fn tell(&mut self, news: Result<News, EngineError>) -> Result<Delta, EngineError> {
-        let (mut delta, silent) = news?.into_delta();
+    fn tell(&mut self, news: Result<News, Box<EngineError>>) -> Result<Delta, EngineError> {
+        let (mut delta, silent) = news.map_err(|error| *error)?.into_delta();
         if let Err(error) = self.add_text(&mut delta, silent) {
             let mut state = self.shared.lock();
             (state.open, state.failed) = (0, true);
@@ -365,3 +375,6 @@ impl Drop for RequestStream {
         }
     }
 }
+
+#[cfg(test)]
+pub(crate) mod tests;

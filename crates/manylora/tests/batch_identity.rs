@@ -4,7 +4,7 @@
 mod common;
 
 use common::{Answer, Oracle, answers, assert_every_ordering, engine, greedy, load, request};
-use manylora::{Engine, EngineConfig, GenerateRequest, SamplingParams};
+use manylora::{Delta, Engine, EngineConfig, GenerateRequest, RequestStream, SamplingParams, StructuredOutputs};
 use proptest::prelude::*;
 
 const ADAPTERS: [Option<&str>; 7] =
@@ -141,5 +141,54 @@ fn a_43_repeats_are_bit_equal() {
     }
     for answer in answers(&engine, (0..17).map(|_| one()).collect()) {
         assert_eq!(answer, first);
+    }
+}
+
+/// Tokens are drawn in chunks of rows, by as many threads as there are: each is the one that it is alone.
+#[test]
+fn draws_are_bit_equal_in_chunks_and_on_any_number_of_threads() {
+    let oracle = Oracle::open("llama");
+    let requests = || -> Vec<GenerateRequest> {
+        let one = |row: usize| {
+            let base = SamplingParams { temperature: 0.9, seed: Some(row as i64), ..greedy(3 + row % 9) };
+            let params = match row % 8 {
+                0 => SamplingParams { temperature: 0.0, ..base },
+                1 => SamplingParams { top_k: 5, logprobs: None, ..base },
+                2 => SamplingParams { top_p: 0.9, ..base },
+                3 => SamplingParams { min_p: 0.05, ..base },
+                4 => SamplingParams { logprobs: Some(20), ..base },
+                5 => SamplingParams {
+                    structured_outputs: Some(StructuredOutputs {
+                        regex: Some("[a-z]{2,12}".to_owned()),
+                        ..StructuredOutputs::default()
+                    }),
+                    ignore_eos: false,
+                    ..base
+                },
+                6 => SamplingParams { prompt_logprobs: Some(3), logprobs: None, ..base },
+                _ => SamplingParams { prompt_logprobs: Some(0), top_p: 0.8, repetition_penalty: 1.2, ..base },
+            };
+            let prompt: Vec<u32> = (0..6 + row as u32 % 13).map(|index| 3 + (index * 7 + row as u32) % 250).collect();
+            request(&prompt, ADAPTERS[row % ADAPTERS.len()], params)
+        };
+        (0..40).map(one).collect()
+    };
+    let all = |engine: &Engine, requests: Vec<GenerateRequest>| -> Vec<Delta> {
+        let streams = engine.submit_all(requests, false).expect("queued");
+        let first = |mut stream: RequestStream| stream.collect_all().expect("it ends").remove(0);
+        streams.into_iter().map(first).map(|delta| Delta { timing: None, cached_tokens: 0, ..delta }).collect()
+    };
+    let reference = with_adapters(&oracle, |config| {
+        config.enable_prefix_caching = false;
+        config.num_threads = Some(1);
+    });
+    let alone: Vec<Delta> = requests().into_iter().flat_map(|request| all(&reference, vec![request])).collect();
+    for threads in 1..=3 {
+        // Logits of six rows at a time, where a step has up to 64.
+        let engine = with_adapters(&oracle, |config| {
+            config.max_num_seqs = 6;
+            config.num_threads = Some(threads);
+        });
+        assert_eq!(all(&engine, requests()), alone, "{threads} threads");
     }
 }

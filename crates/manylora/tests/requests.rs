@@ -136,7 +136,7 @@ fn samples_are_reproducible() {
 }
 
 #[test]
-fn a_failed_engine_thread_is_an_error_not_a_hang() {
+fn an_engine_that_is_gone_is_an_error_not_a_hang() {
     let oracle = Oracle::open("llama");
     let engine = engine(&oracle, |_| {});
     let handle = engine.handle();

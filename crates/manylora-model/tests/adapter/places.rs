@@ -283,3 +283,49 @@ fn a_47_a_tokenizer_that_cannot_be_read_is_not_needed() {
     fs::write(copy.join("added_tokens.json"), json!({"<x>": 320}).to_string()).unwrap();
     assert!(load_path(&copy, &policy("qwen2-padded")).is_err());
 }
+
+/// Whoever may write below the root changes what lies there between any two looks at it.
+#[test]
+fn a_48_what_is_swapped_while_it_is_loaded_brings_nothing_from_outside() {
+    let place = tempfile::tempdir().unwrap();
+    let (root, outside) = (place.path().join("root"), place.path().join("outside"));
+    let adapter = root.join("adapter");
+    for (folder, name) in [(&adapter, "small"), (&outside, "rank5")] {
+        fs::create_dir_all(folder).unwrap();
+        for file in ["adapter_config.json", "adapter_model.safetensors"] {
+            fs::copy(oracle().join("llama/adapters").join(name).join(file), folder.join(file)).unwrap();
+        }
+    }
+    let [inside, foreign] = [&adapter, &outside].map(|folder| load_path(folder, &policy("llama")).unwrap().digest);
+    assert_ne!(inside, foreign);
+    // In turn the files are links that lead out, and the folder is one.
+    let (ours, theirs) = (place.path().join("ours"), place.path().join("link"));
+    fs::rename(&adapter, &ours).unwrap();
+    let done = std::sync::atomic::AtomicBool::new(false);
+    let (loaded, refused) = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(std::sync::atomic::Ordering::Relaxed) {
+                fs::rename(&ours, &adapter).unwrap();
+                std::thread::yield_now();
+                for file in ["adapter_config.json", "adapter_model.safetensors"] {
+                    let (file, kept) = (adapter.join(file), root.join(file));
+                    fs::rename(&file, &kept).unwrap();
+                    symlink(outside.join(file.file_name().unwrap()), &file).unwrap();
+                    std::thread::yield_now();
+                    fs::rename(&kept, &file).unwrap();
+                }
+                fs::rename(&adapter, &ours).unwrap();
+                symlink(&outside, &theirs).unwrap();
+                fs::rename(&theirs, &adapter).unwrap();
+                std::thread::yield_now();
+                fs::remove_file(&adapter).unwrap();
+            }
+        });
+        let policy = confined(&root);
+        let loads: Vec<_> = (0..2000).map(|_| load_path(&adapter, &policy).map(|loaded| loaded.digest)).collect();
+        done.store(true, std::sync::atomic::Ordering::Relaxed);
+        let (good, bad): (Vec<_>, Vec<_>) = loads.into_iter().partition(Result::is_ok);
+        (good, bad.len())
+    });
+    assert!(loaded.iter().flatten().all(|digest| *digest == inside), "{} loaded, {refused} refused", loaded.len());
+}

@@ -11,7 +11,7 @@ use serde_json::{Map, Value, json};
 
 use crate::app::App;
 use crate::error::ApiError;
-use crate::fields::Fields;
+use crate::fields::{Fields, shown};
 
 pub use parser::ToolFormat;
 pub(crate) use parser::{CallParser, Piece};
@@ -52,8 +52,6 @@ enum Choice {
 pub(crate) struct Tools {
     choice: Choice,
     names: Arc<[String]>,
-    /// Of each function, a schema.
-    parameters: Vec<Map<String, Value>>,
     /// Whether there may be more than one call.
     parallel: bool,
     format: ToolFormat,
@@ -64,18 +62,18 @@ fn wrong<T>(message: impl Into<String>, place: &str) -> Result<T, ApiError> {
 }
 
 impl Tools {
-    /// Reads them, and gives the definitions that the template gets.
-    pub(crate) fn read(app: &App, fields: &mut Fields) -> Result<(Self, Option<Value>), ApiError> {
+    /// Reads them, and gives the definitions that the template gets, and what the output must be where calls are demanded.
+    pub(crate) fn read(
+        app: &App,
+        fields: &mut Fields,
+    ) -> Result<(Self, Option<Value>, Option<StructuredOutputs>), ApiError> {
         for older in ["functions", "function_call"] {
             fields.refuse(older, "use `tools` and `tool_choice`")?;
         }
         let definitions = fields.array("tools")?.unwrap_or_default();
-        let (mut names, mut parameters) = (Vec::new(), Vec::new());
-        for (index, definition) in definitions.iter().enumerate() {
-            let (name, schema) = function(definition, index)?;
-            names.push(name);
-            parameters.push(schema);
-        }
+        let functions = definitions.iter().enumerate().map(|(index, definition)| Function::read(definition, index));
+        let functions = functions.collect::<Result<Vec<_>, _>>()?;
+        let names: Vec<String> = functions.iter().map(|function| function.name.to_owned()).collect();
         let choice = choice(fields.value("tool_choice").as_ref(), &names)?;
         let parallel = fields.flag("parallel_tool_calls")?.unwrap_or(true);
         if choice == Choice::Auto && app.tool_format.is_none() {
@@ -85,10 +83,17 @@ impl Tools {
                 "tools",
             );
         }
+        let format = app.tool_format.unwrap_or(ToolFormat::LlamaJson);
+        let tools = Self { choice, names: names.into(), parallel, format };
+        let demanded = tools.demanded(&app.engine, &functions);
         let hidden = choice == Choice::None && app.config.exclude_tools_when_tool_choice_none;
         let told = (!definitions.is_empty() && !hidden).then_some(Value::Array(definitions));
-        let format = app.tool_format.unwrap_or(ToolFormat::LlamaJson);
-        Ok((Self { choice, names: names.into(), parameters, parallel, format }, told))
+        Ok((tools, told, demanded))
+    }
+
+    /// Bytes that it takes, for as long as there may be calls.
+    pub(crate) fn bytes(&self) -> usize {
+        self.names.iter().map(|name| size_of::<String>() + name.len()).sum()
     }
 
     /// Whether calls are looked for.
@@ -119,10 +124,10 @@ impl Tools {
     }
 
     /// What the output must be where calls are demanded.
-    pub(crate) fn demanded(&self, engine: &EngineHandle) -> Option<StructuredOutputs> {
-        let functions = match self.choice {
+    fn demanded(&self, engine: &EngineHandle, functions: &[Function<'_>]) -> Option<StructuredOutputs> {
+        let demanded = match self.choice {
             Choice::None | Choice::Auto => return None,
-            Choice::Required => 0..self.names.len(),
+            Choice::Required => 0..functions.len(),
             Choice::Named(index) => index..index + 1,
         };
         let mark = |mark: &str| if is_special(engine, mark) { mark.to_owned() } else { lark::text(mark) };
@@ -135,11 +140,11 @@ impl Tools {
         };
         let several = self.parallel && !matches!(self.choice, Choice::Named(_));
         let repeated = if several { format!("({} call)*", lark::text(between)) } else { String::new() };
-        let calls: Vec<String> = functions.clone().map(|index| format!("call-{index}")).collect();
+        let calls: Vec<String> = demanded.clone().map(|index| format!("call-{index}")).collect();
         let mut grammar = format!("start: call {repeated}\ncall: {open} ({}) {close}\n", calls.join(" | "));
-        for index in functions {
-            let head = format!("{{\"name\": {}, \"{key}\": ", Value::from(self.names[index].as_str()));
-            let schema = lark::json(self.parameters[index].clone());
+        for index in demanded {
+            let head = format!("{{\"name\": {}, \"{key}\": ", Value::from(functions[index].name));
+            let schema = lark::json(functions[index].schema());
             grammar.push_str(&rule(index, &lark::text(&head), &schema));
         }
         Some(StructuredOutputs { grammar: Some(grammar), ..StructuredOutputs::default() })
@@ -155,31 +160,50 @@ pub(crate) fn is_special(engine: &EngineHandle, token: &str) -> bool {
     engine.tokenizer().is_ok_and(|tokenizer| tokenizer.id_of(token).is_some_and(|id| tokenizer.is_special(id)))
 }
 
-/// Name and parameters of a definition.
-fn function(definition: &Value, index: usize) -> Result<(String, Map<String, Value>), ApiError> {
-    let place = format!("tools[{index}]");
-    let kind = definition.get("type").and_then(Value::as_str).unwrap_or("function");
-    let function = definition.get("function").and_then(Value::as_object).filter(|_| kind == "function");
-    let Some(function) = function else {
-        return wrong(
-            format!("`{place}` must be {{\"type\": \"function\", \"function\": {{...}}}}, got `{definition}`"),
-            "tools",
-        );
-    };
-    let Some(name) = function.get("name").and_then(Value::as_str).filter(|name| !name.is_empty()) else {
-        return wrong(format!("`{place}.function.name` must be a string that is not empty"), "tools");
-    };
-    let parameters = match function.get("parameters") {
-        None | Some(Value::Null) => Map::new(),
-        Some(Value::Object(schema)) => schema.clone(),
-        Some(other) => {
-            return wrong(format!("`{place}.function.parameters` must be an object, got `{other}`"), "tools");
+/// A function that a request defines.
+struct Function<'a> {
+    name: &'a str,
+    parameters: Option<&'a Map<String, Value>>,
+}
+
+impl<'a> Function<'a> {
+    fn read(definition: &'a Value, index: usize) -> Result<Self, ApiError> {
+        let place = format!("tools[{index}]");
+        let kind = definition.get("type").and_then(Value::as_str).unwrap_or("function");
+        let function = definition.get("function").and_then(Value::as_object).filter(|_| kind == "function");
+        let Some(function) = function else {
+            return wrong(
+                format!(
+                    "`{place}` must be {{\"type\": \"function\", \"function\": {{...}}}}, got `{}`",
+                    shown(definition)
+                ),
+                "tools",
+            );
+        };
+        let Some(name) = function.get("name").and_then(Value::as_str).filter(|name| !name.is_empty()) else {
+            return wrong(format!("`{place}.function.name` must be a string that is not empty"), "tools");
+        };
+        match function.get("parameters") {
+            None | Some(Value::Null) => Ok(Self { name, parameters: None }),
+            Some(Value::Object(schema)) => Ok(Self { name, parameters: Some(schema) }),
+            Some(other) => {
+                wrong(format!("`{place}.function.parameters` must be an object, got `{}`", shown(other)), "tools")
+            }
         }
-    };
-    let mut parameters = parameters;
-    // Arguments are an object, also where the schema does not say so.
-    parameters.entry("type").or_insert(json!("object"));
-    Ok((name.to_owned(), parameters))
+    }
+
+    /// What its arguments must be: an object, also where that is not said.
+    fn schema(&self) -> Map<String, Value> {
+        let mut schema = self.parameters.cloned().unwrap_or_default();
+        schema.entry("type").or_insert(json!("object"));
+        schema
+    }
+}
+
+/// Names as an error shows them: not too many, and short.
+fn shown_names(names: &[String]) -> String {
+    let some: Vec<String> = names.iter().take(20).map(|name| name.chars().take(80).collect()).collect();
+    some.join(", ") + if names.len() > some.len() { ", ..." } else { "" }
 }
 
 fn choice(asked: Option<&Value>, names: &[String]) -> Result<Choice, ApiError> {
@@ -195,7 +219,8 @@ fn choice(asked: Option<&Value>, names: &[String]) -> Result<Choice, ApiError> {
         wrong(
             format!(
                 "`tool_choice` must be \"none\", \"auto\", \"required\" or {{\"type\": \"function\", \"function\": {{\"name\": NAME}}}}, got \
-                 `{asked}`"
+                 `{}`",
+                shown(asked)
             ),
             PLACE,
         )
@@ -213,7 +238,7 @@ fn choice(asked: Option<&Value>, names: &[String]) -> Result<Choice, ApiError> {
                 None => wrong(
                     format!(
                         "The tool specified in `tool_choice` does not match any of the specified `tools`: `{name}` is none of {}.",
-                        names.join(", ")
+                        shown_names(names)
                     ),
                     PLACE,
                 ),

@@ -35,6 +35,13 @@ pub(super) struct Draw {
     token: AtomicU32,
 }
 
+impl Draw {
+    /// Its sequence, whatever became of the draw.
+    pub(super) fn into_sequence(self) -> Box<RunningSequence> {
+        self.sequence.into_inner().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 /// What the sequences of a chunk need of its rows.
 #[derive(Clone, Copy, Debug, Default)]
 struct ChunkNeeds {
@@ -156,8 +163,8 @@ impl Worker {
             _ => self.runner.share_logits(count, &|_, _, logits| work(logits))?,
         }
         for draw in self.draws.drain(..) {
-            self.chosen[draw.chosen].token = draw.token.into_inner();
-            self.sequences.put_back(draw.place, draw.sequence.into_inner().unwrap_or_else(PoisonError::into_inner));
+            self.chosen[draw.chosen].token = draw.token.load(Ordering::Relaxed);
+            self.sequences.put_back(draw.place, draw.into_sequence());
         }
         Ok(())
     }

@@ -283,6 +283,18 @@ impl EngineHandle {
         submit::check_all(&self.shared, requests)
     }
 
+    /// Encodes the texts of checked requests, which [`Self::submit_checked`] else does: who wants to know more of the prompts
+    /// before they are queued looks at them between.
+    pub fn encode_all(&self, requests: CheckedRequests) -> Result<CheckedRequests, EngineError> {
+        submit::encode_all(&self.shared, requests)
+    }
+
+    /// How many tokens the logprobs of these requests' prompts list, position by position: what their results may take of
+    /// memory, and an answer that tells them. Prompts that were not encoded are not counted.
+    pub fn prompt_logprob_entries(&self, requests: &CheckedRequests) -> usize {
+        submit::prompt_logprob_entries(&self.shared, requests)
+    }
+
     /// The second half of [`Self::submit_all`]: encodes texts, looks for adapters by their names, and queues.
     pub fn submit_checked(&self, requests: CheckedRequests, stream: bool) -> Result<Vec<RequestStream>, EngineError> {
         submit::submit(&self.shared, requests, stream)

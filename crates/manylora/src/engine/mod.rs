@@ -3,8 +3,10 @@
 //!
 //! The way of a request: [`EngineHandle::submit`] validates, tokenizes and resolves adapter names on the caller's
 //! thread; the command channel carries it to `worker`, which feeds `manylora_core`'s control plane, lowers each plan to
-//! a kernel batch (`lower`), runs the decoder, chooses tokens (`choice`, `running`), commits, and delivers deltas. No
-//! file is touched on that thread: `library` orders what is to be read, and the threads of `loader` read and pack it.
+//! a kernel batch (`lower`), runs the decoder, chooses tokens (`choice`, `running`), commits, and delivers deltas, whose
+//! readers `courier` wakes where there are many. Readers make the text of what they read, unless a stop string may end it.
+//! No file is touched on the engine's thread: `library` orders what is to be read, and the threads of `loader` read and
+//! pack it.
 
 #[cfg(feature = "cuda")]
 mod card;
@@ -12,6 +14,8 @@ mod choice;
 mod command;
 mod courier;
 mod device;
+#[cfg(test)]
+mod failed_steps;
 mod handle;
 mod library;
 mod loader;

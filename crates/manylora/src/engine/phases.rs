@@ -17,7 +17,8 @@ pub enum Phase {
     Forward,
     /// Tokens are chosen from logits, other than greedy ones.
     Sample,
-    /// Tokens become text, and are looked at for what ends a sequence.
+    /// Tokens are looked at for what ends a sequence, and become text where a stop string may end it; else readers make the
+    /// text.
     Text,
     /// The scheduler takes the step's results.
     Commit,

@@ -74,6 +74,7 @@ pub(crate) struct RunningSequence {
     capture: Option<Capture>,
     /// Whether deltas are sent as they come, or one when the sequence has finished.
     streaming: bool,
+    max_tokens: usize,
     pub(crate) course: Course,
     generated: usize,
     /// Tokens at the end of `pending` whose text is no part of the output.
@@ -106,10 +107,7 @@ impl RunningSequence {
     pub(crate) fn new(setup: SequenceSetup) -> Self {
         let mut pending = Delta { index: setup.index, ..Delta::default() };
         let course = Course::new(setup.prompt.len(), setup.max_tokens);
-        if !setup.streaming {
-            pending.token_ids.reserve(setup.max_tokens);
-        }
-        pending.prompt_logprobs = setup.prompt_logprobs.map(|_| Vec::with_capacity(setup.prompt.len()));
+        pending.prompt_logprobs = setup.prompt_logprobs.map(|_| Vec::new());
         Self {
             sampler: setup.sampler,
             stop_tokens: setup.stop_tokens,
@@ -120,6 +118,7 @@ impl RunningSequence {
             stream: setup.stream,
             capture: setup.capture,
             streaming: setup.streaming,
+            max_tokens: setup.max_tokens,
             course,
             generated: 0,
             silent: 0,
@@ -210,6 +209,10 @@ impl RunningSequence {
                 }
             });
             return true;
+        }
+        if self.generated == 0 && !self.streaming {
+            // Now that it runs: steps allocate nothing, and nothing is kept for what waits.
+            self.pending.token_ids.reserve(self.max_tokens);
         }
         self.generated += 1;
         self.pending.token_ids.push(token);

@@ -9,7 +9,7 @@ use std::sync::mpsc::sync_channel;
 
 use manylora_core::sampling::{DEFAULT_MAX_N, LogprobCount, SamplingLimits};
 use manylora_core::{AdapterUse, NewRequest, RequestId, SamplingParams, SchedulingPolicy};
-use manylora_model::tokenizer::{Detokenizer, StopChecker, StopStrings};
+use manylora_model::tokenizer::{Detokenizer, StopChecker, StopStrings, Tokenizer};
 
 use super::command::Command;
 use super::handle::{Logits, Shared};
@@ -69,6 +69,31 @@ pub(crate) fn check_all(shared: &Shared, requests: Vec<GenerateRequest>) -> Resu
         checked.push((request, sampling));
     }
     Ok(CheckedRequests(checked))
+}
+
+/// Encodes the prompts that are texts, and checks all of them.
+pub(crate) fn encode_all(
+    shared: &Shared,
+    CheckedRequests(mut requests): CheckedRequests,
+) -> Result<CheckedRequests, EngineError> {
+    for (request, _) in &mut requests {
+        request.prompt =
+            Prompt::Tokens(encode(shared, std::mem::replace(&mut request.prompt, Prompt::Tokens(Vec::new())))?);
+    }
+    Ok(CheckedRequests(requests))
+}
+
+pub(crate) fn prompt_logprob_entries(shared: &Shared, CheckedRequests(requests): &CheckedRequests) -> usize {
+    let entries = |(request, sampling): &(GenerateRequest, Arc<Sampling>)| {
+        let Prompt::Tokens(tokens) = &request.prompt else { return 0 };
+        let each = match sampling.params.prompt_logprobs.map(LogprobCount::from_parameter) {
+            None => 0,
+            Some(LogprobCount::Top(most)) => most.saturating_add(1),
+            Some(LogprobCount::All) => shared.spec.vocab_size,
+        };
+        tokens.len().saturating_mul(each)
+    };
+    requests.iter().map(entries).fold(0, usize::saturating_add)
 }
 
 pub(crate) fn submit(
@@ -158,11 +183,7 @@ fn check(
     if request.priority != 0 && shared.config.scheduling_policy != SchedulingPolicy::Priority {
         return Err(EngineError::PriorityWithoutPolicy(request.priority));
     }
-    let prompt = match request.prompt {
-        Prompt::Tokens(tokens) => tokens,
-        Prompt::Text { text, add_special_tokens } => shared.tokenizer()?.encode(&text, add_special_tokens)?,
-    };
-    check_prompt(&prompt, shared.spec.vocab_size, shared.info.max_model_len)?;
+    let prompt = encode(shared, request.prompt)?;
     let (adapters, holds) = resolve(shared, &request.adapters, names)?.into_iter().unzip();
     Ok(Checked {
         prompt: prompt.into(),
@@ -173,6 +194,16 @@ fn check(
         cache_salt: request.cache_salt,
         tenant: request.tenant,
     })
+}
+
+/// The tokens of a prompt, if it is a good one.
+fn encode(shared: &Shared, prompt: Prompt) -> Result<Vec<u32>, EngineError> {
+    let tokens = match prompt {
+        Prompt::Tokens(tokens) => tokens,
+        Prompt::Text { text, add_special_tokens } => shared.tokenizer()?.encode(&text, add_special_tokens)?,
+    };
+    check_prompt(&tokens, shared.spec.vocab_size, shared.info.max_model_len)?;
+    Ok(tokens)
 }
 
 /// Refuses what cannot fit, however it is encoded: encoding takes time, and far more memory than the text.
@@ -254,8 +285,10 @@ fn queue(shared: &Arc<Shared>, request: Checked, streaming: bool) -> Result<Requ
         move || drop(shared.send(Command::Abort(ids)))
     };
     let versions = request.holds.iter().map(|entry| (entry.info.name.clone(), entry.info.version)).collect();
-    // Where no stop string ends it, nothing depends on the text: whoever reads makes it.
-    let by_reader = params.detokenize && request.sampling.stops.is_empty();
+    // Where no stop string ends it, nothing depends on the text: whoever reads makes it. Not all at the end, though, where that
+    // takes long: the engine does it token by token.
+    let is_quick = || streaming || shared.tokenizer.as_ref().is_some_and(Tokenizer::is_bytewise);
+    let by_reader = params.detokenize && request.sampling.stops.is_empty() && is_quick();
     let texts = (0..if by_reader { samples } else { 0 }).map(|_| detokenizer(shared, &request).map(Some));
     let texts = texts.collect::<Result<Vec<_>, EngineError>>()?;
     let (sender, stream) = channel(samples, texts, Arc::clone(&request.prompt), versions, abort);

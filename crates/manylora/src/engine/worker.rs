@@ -52,7 +52,7 @@ pub(crate) struct Worker {
     pub(super) scratches: Mutex<Vec<SamplerScratch>>,
     /// Tokens that the step has chosen, in the order of its sample rows.
     pub(super) chosen: Vec<Chosen>,
-    /// Empty between steps.
+    /// Empty between steps, but where one failed.
     pub(super) draws: Vec<Draw>,
     /// Empty between steps.
     pub(super) constraints: Vec<(Place, Mutex<Constraint>)>,
@@ -154,7 +154,9 @@ impl Worker {
     pub(crate) fn close(&mut self, why: &str) {
         // Where a step ended in a panic, some may have been told and not woken.
         self.courier.wake();
-        for mut sequence in self.sequences.drain() {
+        // Where it ended in the middle of drawing, some are not in the table.
+        let drawn = self.draws.drain(..).map(Draw::into_sequence);
+        for mut sequence in drawn.chain(self.sequences.drain()) {
             sequence.fail(EngineError::Stopped(why.to_owned()));
         }
     }

@@ -2,14 +2,15 @@
 
 use std::collections::BTreeSet;
 
-use manylora::{AdapterSource, EngineError};
+use manylora::{AdapterSource, EngineError, SamplingParams};
 
 use crate::common::{Oracle, adapter_path, greedy, request};
 use crate::serving::on_card;
 use crate::stand_in::StandIn;
 use crate::stand_in::sweep::sweep;
 
-/// Starts, loads two adapters one of which takes the other's place, generates in a batch, and ends.
+/// Starts, loads two adapters one of which takes the other's place, generates in a batch, greedily and drawing from whole rows,
+/// and ends. Requests of a step that failed are told so, all of them.
 fn session(oracle: &Oracle) -> Result<(), EngineError> {
     let mut config = manylora::EngineConfig::new(oracle.base_folder());
     config.device = manylora::Device::Cuda { ordinal: 0 };
@@ -23,10 +24,16 @@ fn session(oracle: &Oracle) -> Result<(), EngineError> {
     let engine = manylora::Engine::start(config)?;
     for name in ["alpha", "beta"] {
         engine.load_adapter(AdapterSource::directory(name, adapter_path(oracle, name)))?;
-        let requests = [None, Some(name)].map(|adapter| request(&[5, 6, 7, 8], adapter, greedy(5)));
+        let drawn = |seed| SamplingParams { temperature: 1.0, seed: Some(seed), ..greedy(5) };
+        let all = [(None, greedy(5)), (Some(name), greedy(5)), (None, drawn(1)), (Some(name), drawn(2))];
+        let requests = all.map(|(adapter, params)| request(&[5, 6, 7, 8], adapter, params));
         let streams = engine.submit_all(requests.into(), false)?;
         // All of them are waited for: one that failed must not leave another without an end.
         let results: Vec<_> = streams.into_iter().map(|mut stream| stream.collect_all().map(drop)).collect();
+        for error in results.iter().filter_map(|result| result.as_ref().err()) {
+            let told = error.to_string();
+            assert!(!told.contains("it ended before"), "{told}");
+        }
         results.into_iter().collect::<Result<(), _>>()?;
     }
     Ok(())
