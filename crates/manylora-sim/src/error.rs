@@ -22,6 +22,17 @@ pub enum SimError {
     /// Settings that the control plane refuses.
     #[error(transparent)]
     Core(#[from] CoreError),
+    /// One of many runs is not possible.
+    #[error("at {point}: {error}")]
+    Point {
+        /// The values that it has.
+        point: String,
+        /// What is wrong.
+        error: Box<SimError>,
+    },
+    /// Whoever asked does not want to know any more.
+    #[error("the simulation was interrupted")]
+    Interrupted,
     /// Nothing can run, and nothing will happen that could change that.
     #[error(
         "at {now} s nothing can run and `{live}` requests are not done: this is a mistake in the scheduler; report it"
