@@ -20,6 +20,10 @@ __all__ = [
     "read_bandwidth",
     "serve",
     "set_log",
+    "simulate",
+    "simulate_find",
+    "simulate_sweep",
+    "simulated_config",
 ]
 __version__: str
 
@@ -29,6 +33,22 @@ def check_structured_outputs(outputs: Any) -> None: ...
 def read_bandwidth(num_threads: int | None, seconds: float) -> float: ...
 def plan(question: Any) -> str: ...
 def planned_names() -> tuple[list[str], list[str]]: ...
+def simulate(
+    config: str, records: bool, progress: Callable[[int, int], object] | None
+) -> tuple[str, list[tuple[str, str, bytearray]]]: ...
+def simulate_sweep(
+    config: str, axes: Sequence[tuple[str, str]], progress: Callable[[int, int], object] | None
+) -> str: ...
+def simulate_find(
+    config: str,
+    parameter: str,
+    smallest: bool,
+    limits: tuple[float, float],
+    tolerance: float | None,
+    conditions: Sequence[str],
+    progress: Callable[[int, int], object] | None,
+) -> str: ...
+def simulated_config(config: str, changes: Sequence[tuple[str, str]]) -> str: ...
 def serve(
     engine: Engine,
     port: Port,

@@ -12,6 +12,7 @@ mod output;
 mod plan;
 mod request;
 mod serve;
+mod simulate;
 
 use pyo3::prelude::*;
 
@@ -36,6 +37,8 @@ mod _core {
     use super::request::{check_sampling_params, check_structured_outputs};
     #[pymodule_export]
     use super::serve::{Port, serve};
+    #[pymodule_export]
+    use super::simulate::{simulate, simulate_find, simulate_sweep, simulated_config};
 
     use pyo3::prelude::*;
 

@@ -288,8 +288,9 @@ proptest! {
 }
 
 fn fleet(router: RouterKind) -> Config {
-    let base = Config { adapters: Some(200), replicas: 8, router, ..config() };
-    base.with("rate", json!(80)).unwrap().with("popularity", json!("uniform")).unwrap()
+    let base = Config { adapters: Some(64), replicas: 8, router, ..config() };
+    let changes = [("rate", json!(200)), ("popularity", json!("uniform")), ("max_cpu_loras", json!(16))];
+    changes.into_iter().fold(base, |own, (name, value)| own.with(name, value).unwrap())
 }
 
 #[test]
