@@ -41,10 +41,7 @@ def simulate_sweep(
 ) -> str: ...
 def simulate_find(
     config: str,
-    parameter: str,
-    smallest: bool,
-    limits: tuple[float, float],
-    tolerance: float | None,
+    goal: tuple[str, bool, float, float, float | None],
     conditions: Sequence[str],
     progress: Callable[[int, int], object] | None,
 ) -> str: ...

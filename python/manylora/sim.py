@@ -170,9 +170,6 @@ def find(
 
     """
     wanted = [conditions] if isinstance(conditions, str) else list(conditions)
-    found: dict[str, Any] = json.loads(
-        _core.simulate_find(
-            _text(config), parameter, not largest, (float(low), float(high)), tolerance, wanted, progress
-        )
-    )
+    goal = (parameter, not largest, float(low), float(high), tolerance)
+    found: dict[str, Any] = json.loads(_core.simulate_find(_text(config), goal, wanted, progress))
     return found

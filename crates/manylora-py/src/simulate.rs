@@ -46,13 +46,14 @@ fn json(value: &impl Serialize) -> String {
 /// Works on a thread of its own, while this one looks at signals and tells progress: requests done, and in all.
 fn watched<T: Send>(
     py: Python<'_>,
-    progress: Option<&Py<PyAny>>,
+    progress: Option<&Bound<'_, PyAny>>,
     work: impl FnOnce(&Watch) -> Result<T, SimError> + Send,
 ) -> PyResult<T> {
     let watch = Watch::default();
+    let progress = progress.map(|progress| progress.clone().unbind());
     let tell = |py: Python<'_>| -> PyResult<()> {
         py.check_signals()?;
-        progress.map_or(Ok(()), |progress| progress.call1(py, watch.progress()).map(drop))
+        progress.as_ref().map_or(Ok(()), |progress| progress.call1(py, watch.progress()).map(drop))
     };
     let result = py.detach(|| {
         std::thread::scope(|scope| {
@@ -93,10 +94,10 @@ pub(crate) fn simulate<'py>(
     py: Python<'py>,
     config: &str,
     records: bool,
-    progress: Option<Py<PyAny>>,
+    progress: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<(String, Vec<Column<'py>>)> {
     let config = read(config).and_then(with_model).into_python(py)?;
-    let (report, kept) = watched(py, progress.as_ref(), |watch| {
+    let (report, kept) = watched(py, progress, |watch| {
         let (report, kept) = if records {
             run_recorded(&config, watch).map(|(report, kept)| (report, Some(kept)))?
         } else {
@@ -141,7 +142,7 @@ pub(crate) fn simulate_sweep(
     py: Python<'_>,
     config: &str,
     axes: Vec<(String, String)>,
-    progress: Option<Py<PyAny>>,
+    progress: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<String> {
     let config = read(config).and_then(with_model).into_python(py)?;
     let axes = axes.into_iter().map(|(parameter, values)| {
@@ -150,28 +151,27 @@ pub(crate) fn simulate_sweep(
         Ok(Axis { parameter, values })
     });
     let axes = axes.collect::<Result<Vec<_>, EngineError>>().into_python(py)?;
-    watched(py, progress.as_ref(), |watch| sweep(&config, &axes, watch).map(|points| json(&points)))
+    watched(py, progress, |watch| sweep(&config, &axes, watch).map(|points| json(&points)))
 }
 
-/// Finds the smallest or the largest value of a parameter at which conditions hold; what was found as JSON.
+/// Finds the smallest or the largest value of a parameter at which conditions hold; what was found as JSON. The goal is the
+/// parameter, whether the smallest is wanted, the least and the most that is tried, and how near.
 #[pyfunction]
-#[pyo3(signature = (config, parameter, smallest, limits, tolerance, conditions, progress))]
+#[pyo3(signature = (config, goal, conditions, progress))]
 pub(crate) fn simulate_find(
     py: Python<'_>,
     config: &str,
-    parameter: String,
-    smallest: bool,
-    limits: (f64, f64),
-    tolerance: Option<f64>,
+    goal: (String, bool, f64, f64, Option<f64>),
     conditions: Vec<String>,
-    progress: Option<Py<PyAny>>,
+    progress: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<String> {
     let config = read(config).and_then(with_model).into_python(py)?;
-    let conditions = conditions.iter().map(|text| text.parse()).collect::<Result<Vec<Condition>, SimError>>();
+    let conditions = conditions.into_iter().map(|text| text.parse()).collect::<Result<Vec<Condition>, SimError>>();
     let conditions = conditions.map_err(wrong).into_python(py)?;
+    let (parameter, smallest, low, high, tolerance) = goal;
     let which = if smallest { Which::Smallest } else { Which::Largest };
-    let goal = Goal { which, parameter, low: limits.0, high: limits.1, tolerance };
-    watched(py, progress.as_ref(), |watch| find(&config, &goal, &conditions, watch).map(|found| json(&found)))
+    let goal = Goal { which, parameter, low, high, tolerance };
+    watched(py, progress, |watch| find(&config, &goal, &conditions, watch).map(|found| json(&found)))
 }
 
 /// A configuration with parameters changed, given as JSON, all as JSON; it is checked as a run of it would be.

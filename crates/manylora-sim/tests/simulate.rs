@@ -129,7 +129,8 @@ fn every_workload_runs() {
 
 #[test]
 fn errors_name_the_field_its_value_and_what_is_allowed() {
-    let cases: [(fn(&mut Value), &[&str]); 24] = [
+    type Case = (fn(&mut Value), &'static [&'static str]);
+    let cases: [Case; 24] = [
         (|one| one["engine"]["max_lora"] = json!(4), &["max_lora", "unknown field", "max_loras"]),
         (|one| one["engine"]["max_loras"] = json!("four"), &["engine.max_loras `four`", "invalid type"]),
         (|one| one["engine"]["max_loras"] = json!(0), &["max_loras `0`", "between 1 and"]),
@@ -290,7 +291,7 @@ proptest! {
 fn fleet(router: RouterKind) -> Config {
     let base = Config { adapters: Some(64), replicas: 8, router, ..config() };
     let changes = [("rate", json!(200)), ("popularity", json!("uniform")), ("max_cpu_loras", json!(16))];
-    changes.into_iter().fold(base, |own, (name, value)| own.with(name, value).unwrap())
+    changes.into_iter().fold(base, |own, (name, value)| own.with(name, value).expect("it is a parameter"))
 }
 
 #[test]
@@ -349,7 +350,7 @@ fn goal(which: Which, parameter: &str, low: f64, high: f64) -> Goal {
 }
 
 fn conditions(texts: &[&str]) -> Vec<Condition> {
-    texts.iter().map(|text| text.parse().unwrap()).collect()
+    texts.iter().map(|text| text.parse().expect("it is a condition")).collect()
 }
 
 #[test]

@@ -268,7 +268,9 @@ impl WorkloadConfig {
             Self::Trace(own) => {
                 let speed = positive("speed", own.speed)?;
                 let Trace { mut requests, adapters, .. } = own.read()?;
-                requests.iter_mut().for_each(|request| request.arrival /= speed);
+                for request in &mut requests {
+                    request.arrival /= speed;
+                }
                 Ok(Load { names: adapters, ..listed(requests) })
             }
         }

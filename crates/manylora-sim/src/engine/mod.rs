@@ -54,12 +54,13 @@ impl Observer for () {}
 
 /// Runs requests, which come by arrival, until all have ended.
 pub fn run(
-    settings: EngineSettings,
+    mut settings: EngineSettings,
     cost: &dyn CostModel,
     requests: impl IntoIterator<Item = SimRequest>,
     observer: &mut impl Observer,
 ) -> Result<Totals, SimError> {
-    let adapters = settings.adapters.as_slice().into();
+    settings.validate()?;
+    let adapters = std::mem::take(&mut settings.adapters).into();
     let mut engine = VirtualEngine::new(&settings, adapters, cost, observer)?;
     engine.run(Stream::new(requests.into_iter())?)?;
     Ok(engine.totals())
@@ -164,14 +165,13 @@ fn duration(what: &str, seconds: f64) -> Result<f64, SimError> {
 }
 
 impl<'a, O: Observer> VirtualEngine<'a, O> {
-    /// `adapters` are those of the settings, which several engines share.
+    /// Of settings that are valid; `adapters` are theirs, which several engines share.
     pub(crate) fn new(
         settings: &EngineSettings,
         adapters: Arc<[AdapterShape]>,
         cost: &'a dyn CostModel,
         observer: &'a mut O,
     ) -> Result<Self, SimError> {
-        settings.validate()?;
         Ok(Self {
             core: ControlPlane::new(settings.core.clone())?,
             cost,

@@ -59,6 +59,7 @@ pub(crate) fn run<O: Observer>(
     delivered: &mut dyn FnMut(usize, &SimRequest),
     watch: &Watch,
 ) -> Result<Vec<ReplicaTotals>, SimError> {
+    settings.validate()?;
     let adapters: Arc<[_]> = settings.adapters.as_slice().into();
     let replicas = observers.iter_mut().map(|observer| {
         let engine = VirtualEngine::new(settings, adapters.clone(), cost, observer)?;

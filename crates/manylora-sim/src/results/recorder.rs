@@ -271,7 +271,9 @@ mod tests {
     fn a_distribution_ends_with_the_largest() {
         let mut histogram = Histogram::default();
         assert!(histogram.points(10).is_empty());
-        [0.1, 0.2, 0.4].into_iter().for_each(|seconds| histogram.add(seconds));
+        for seconds in [0.1, 0.2, 0.4] {
+            histogram.add(seconds);
+        }
         let points = histogram.points(3);
         assert!(points.is_sorted() && points.len() == 3);
         assert!((points[2][0] / 0.4 - 1.0).abs() < 0.006 && points[2][1] == 1.0);
