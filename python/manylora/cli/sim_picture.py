@@ -78,12 +78,12 @@ def report(result: Mapping[str, Any]) -> list[Figure]:
     names = tuple(row["name"] or ("base" if row["adapter"] is None else str(row["adapter"])) for row in adapters)
     if len(adapters) > 1:
         means = [(float(place), 1000 * row["mean_ttft"]) for place, row in enumerate(adapters)]
-        title = "Mean time to first token by adapter, most requested first"
+        title = "Mean TTFT by adapter, most requested first"
         figures.append(Figure(title, "", "ms", [Series("mean", means)], names))
     replicas = result["replicas"]
     if len(replicas) > 1:
         ordered = sorted((row["busy_share"] for row in replicas), reverse=True)
-        title = "Share of the time in which a replica's steps ran, busiest first"
+        title = "Share of time busy by replica, busiest first"
         points = [(float(place), share) for place, share in enumerate(ordered)]
         figures.append(Figure(title, "replica", "share", [Series("busy", points)]))
     return figures
