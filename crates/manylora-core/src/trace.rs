@@ -386,10 +386,7 @@ mod tests {
                 registration,
                 result: TracedLoadResult::Loaded { digest, bytes: 10, seconds: Some(0.125) },
             }),
-            TraceLine::Effect {
-                time: Time(1.5),
-                effect: TracedEffect::Install { slot: AdapterSlot(2), digest },
-            },
+            TraceLine::Effect { time: Time(1.5), effect: TracedEffect::Install { slot: AdapterSlot(2), digest } },
             TraceLine::Outcome(TracedOutcome {
                 time: Time(2.0),
                 step: 9,

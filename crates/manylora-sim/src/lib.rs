@@ -13,6 +13,7 @@ pub mod engine;
 mod error;
 pub mod model;
 pub mod plan;
+pub mod replay;
 pub mod results;
 pub mod workload;
 

@@ -4,7 +4,9 @@ use std::ops::Deref;
 use std::time::Instant;
 
 use manylora_core::trace::{TraceLine, TracedAdapter, TracedLoad, TracedLoadResult};
-use manylora_core::{ControlPlane, Effect, Event, LoadedAdapter, NewRequest, RegistrationId, StepOutcome, StepPlan, Time};
+use manylora_core::{
+    ControlPlane, Effect, Event, LoadedAdapter, NewRequest, RegistrationId, StepOutcome, StepPlan, Time,
+};
 
 use super::Recorder;
 use crate::engine::phases::PhaseSeconds;
@@ -34,7 +36,10 @@ impl Plane {
     }
 
     /// See [`ControlPlane::next_registration`]; what will be registered is this.
-    pub(crate) fn next_registration(&mut self, describe: impl FnOnce(RegistrationId) -> TracedAdapter) -> RegistrationId {
+    pub(crate) fn next_registration(
+        &mut self,
+        describe: impl FnOnce(RegistrationId) -> TracedAdapter,
+    ) -> RegistrationId {
         let registration = self.core.next_registration();
         if let Some(recorder) = &mut self.recorder {
             recorder.line(TraceLine::Adapter(describe(registration)));
