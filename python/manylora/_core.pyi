@@ -13,11 +13,13 @@ __all__ = [
     "Port",
     "Stream",
     "__version__",
+    "calibrate_traces",
     "check_sampling_params",
     "check_structured_outputs",
     "plan",
     "planned_names",
     "read_bandwidth",
+    "replay_trace",
     "serve",
     "set_log",
 ]
@@ -29,6 +31,8 @@ def check_structured_outputs(outputs: Any) -> None: ...
 def read_bandwidth(num_threads: int | None, seconds: float) -> float: ...
 def plan(question: Any) -> str: ...
 def planned_names() -> tuple[list[str], list[str]]: ...
+def replay_trace(path: str, calibration: str | None) -> str: ...
+def calibrate_traces(paths: list[str]) -> str: ...
 def serve(
     engine: Engine,
     port: Port,

@@ -29,6 +29,7 @@ _NATIVE = (
     "enable_prefix_caching", "enable_chunked_prefill", "scheduling_policy", "enable_lora",
     "max_lora_rank", "max_loras", "max_cpu_loras", "lora_eviction", "lora_memory_bytes", "strict_base", "max_logprobs",
     "logprobs_mode", "seed", "num_threads", "pin_threads", "loader_threads", "max_deferred_steps",
+    "record_trace",
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ mod output;
 mod plan;
 mod request;
 mod serve;
+mod traces;
 
 use pyo3::prelude::*;
 
@@ -36,6 +37,8 @@ mod _core {
     use super::request::{check_sampling_params, check_structured_outputs};
     #[pymodule_export]
     use super::serve::{Port, serve};
+    #[pymodule_export]
+    use super::traces::{calibrate_traces, replay_trace};
 
     use pyo3::prelude::*;
 

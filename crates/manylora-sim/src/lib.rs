@@ -7,6 +7,7 @@
 //! Reading order: [`model`] and [`card`] (what is known of models and cards, as data), [`plan`], [`cost`], [`workload`] (who
 //! asks when for what), [`engine`], [`results`].
 
+pub mod calibrate;
 pub mod card;
 pub mod cost;
 pub mod engine;

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from manylora._core import __version__
-from manylora.cli import bench, demo, plan, serve
+from manylora.cli import bench, demo, plan, serve, sim_traces
 from manylora.cli.log import shown_log
 from manylora.exceptions import ManyLoRAError
 from manylora.flags import FlagParser
@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     serve.add_parser(commands)
     bench.add_parser(commands)
     plan.add_parser(commands)
+    sim_traces.add_parser(commands)
     parsed = parser.parse_args(arguments)
     if not hasattr(parsed, "run"):
         parser.print_help()
