@@ -29,7 +29,6 @@ _NATIVE = (
     "enable_prefix_caching", "enable_chunked_prefill", "scheduling_policy", "enable_lora",
     "max_lora_rank", "max_loras", "max_cpu_loras", "lora_eviction", "lora_memory_bytes", "strict_base", "max_logprobs",
     "logprobs_mode", "seed", "num_threads", "pin_threads", "loader_threads", "max_deferred_steps",
-    "record_trace",
 )  # fmt: skip
 
 
@@ -95,6 +94,7 @@ class Settings:
             "dtype": given.dtype,
             "lora_roots": _roots(given.lora_root),
             "lora_target_modules": given.lora_target_modules,
+            "record_trace": given.record_trace and str(Path(given.record_trace).expanduser()),
         }
         return values | {name: getattr(self, name) for name in _NATIVE}
 

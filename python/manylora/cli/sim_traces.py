@@ -36,8 +36,8 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
         "calibrate",
         help="fit a cost model to recorded traces",
         description=(
-            "Fit what steps and loads take to traces that one engine recorded (--record-trace), and say how well it fits. "
-            "How: docs/simulation-validation.md."
+            "Fit what steps and loads take to traces that one engine recorded (--record-trace), and say how well it "
+            "fits. How: docs/simulation-validation.md."
         ),
     )
     fit.add_argument("traces", nargs="+", metavar="TRACE", help="traces of one engine")
@@ -47,8 +47,8 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
         "replay",
         help="check that a recorded trace is decided the same way again",
         description=(
-            "Give a new scheduler what a recorded one was given, and hold each of its decisions against the recorded one. "
-            "With a calibration, simulate the same load as well, and put its latencies beside the measured ones."
+            "Give a new scheduler what a recorded one was given, and hold each of its decisions against the recorded "
+            "one. With a calibration, simulate the same load as well, and put its latencies beside the measured ones."
         ),
     )
     play.add_argument("trace", metavar="TRACE", help="a recorded trace")
@@ -97,8 +97,8 @@ def replay_text(answer: dict[str, Any]) -> str:
     """Return what a replay came to."""
     one = answer["replayed"]
     lines = [
-        f"the same decisions: {one['steps']} steps, {one['requests']} requests, {one['hits']} hits, {one['misses']} misses, "
-        f"{one['loads']} loads, {one['evictions']} evictions, {one['preemptions']} preemptions"
+        f"the same decisions: {one['steps']} steps, {one['requests']} requests, {one['hits']} hits, "
+        f"{one['misses']} misses, {one['loads']} loads, {one['evictions']} evictions, {one['preemptions']} preemptions"
     ]
     if one["lost"]:
         lines.append(f"the trace lost {one['lost']} lines; what came after the first of them was not replayed")
