@@ -1,10 +1,10 @@
 """How well the simulator predicts this engine: calibrated on one load of it, tested on five others.
 
-The loads are offered in an open loop, in turns, to engines that are started anew for each and record what they do; each load
-runs three times. The calibration is fitted to the traces of one load. The others are simulated from their traces' arrivals, and
-what clients saw is held against that. What must hold is printed beside: up to 0.8 of the knee, throughput within 5 %, medians
-within 10 %, 99th percentiles within 20 %, or within the engine's own spread over its three runs where that is larger; above,
-throughput within 5 %, and the knee within 10 %.
+The loads are offered in an open loop, in turns, to engines that are started anew for each and record what they do;
+each load runs three times. The calibration is fitted to the traces of one load. The others are simulated from their
+traces' arrivals, and what clients saw is held against that. What must hold is printed beside: up to 0.8 of the knee,
+throughput within 5 %, medians within 10 %, 99th percentiles within 20 %, or within the engine's own spread over its
+three runs where that is larger; above, throughput within 5 %, and the knee within 10 %.
 """
 
 from __future__ import annotations
@@ -192,8 +192,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         tolerated = "" if row["tolerated"] is None else f"{row['tolerated']:.0%}"
         lines.append(
-            f"| {row['load']} | {row['measure']} | {row['measured']:.3f} | {row['simulated']:.3f} | {row['deviation']:+.1%} "
-            f"| {row['spread']:.1%} | {tolerated} | {verdict[row['kept']]} |"
+            f"| {row['load']} | {row['measure']} | {row['measured']:.3f} | {row['simulated']:.3f} "
+            f"| {row['deviation']:+.1%} | {row['spread']:.1%} | {tolerated} | {verdict[row['kept']]} |"
         )
     return "\n".join(lines)
 

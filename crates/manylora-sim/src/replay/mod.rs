@@ -90,7 +90,7 @@ pub struct Replayed {
     pub loads: u64,
     /// Versions that were installed.
     pub installs: u64,
-    /// Versions that were evicted.
+    /// Versions that went to make room for others.
     pub evictions: u64,
     /// Preemptions.
     pub preemptions: u64,
@@ -169,6 +169,7 @@ pub fn replay(mut source: impl BufRead + Seek, observer: &mut impl ReplayObserve
         player.result.lines += 1;
     }
     player.result.unfinished = player.live.len() as u64;
+    player.result.evictions = player.core.stats().evictions;
     Ok(player.result)
 }
 
@@ -341,7 +342,6 @@ impl<O: ReplayObserver> Player<'_, O> {
                 put(slot, self.loaded.get(&digest).copied());
             }
             TracedEffect::Evict { slot, .. } => {
-                self.result.evictions += 1;
                 put(slot, None);
             }
             _ => {}
