@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import logging
 import math
 import os
 import platform
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 import manylora
 from manylora import AsyncLLM, LoRARequest, SamplingParams, _core
@@ -56,19 +57,18 @@ class Load:
     prompt: tuple[int, int] = (8, 96)
     output: tuple[int, int] = (4, 28)
 
-    def requests(self, knee: float, seconds: float, seed: int) -> list[tuple[float, int | None, list[int], int]]:
-        """Arrival, adapter, prompt and tokens of each request; the same for a seed."""
-        source = random.Random(f"{self.name} {seed}")
+    def requests(self, knee: float, count: int) -> list[tuple[float, int | None, list[int], int]]:
+        """Arrival, adapter, prompt and tokens of each request; the same each time."""
+        source = random.Random(self.name)
         weights = [1 / (number + 1) ** self.zipf for number in range(ADAPTERS)]
         rate, now, made = self.share * knee, 0.0, []
         shape = 1 / self.cv**2
-        while True:
+        for _ in range(count):
             now += source.gammavariate(shape, 1 / (rate * shape))
-            if now > seconds:
-                return made
             adapter = None if source.random() < 0.1 else source.choices(range(ADAPTERS), weights)[0]
             prompt = [source.randrange(1000, 40_000) for _ in range(source.randint(*self.prompt))]
             made.append((now, adapter, prompt, source.randint(*self.output)))
+        return made
 
 
 CALIBRATION = Load("calibration: gusts", 0.8, 0.5, cv=3.0)
@@ -84,17 +84,19 @@ TESTS = (
 def make_adapters(folder: Path) -> list[LoRARequest]:
     """Adapters of several ranks, each with content of its own."""
     config = json.loads((DEMO / "adapter_config.json").read_text())
-    tensors = load_file(DEMO / "adapter_model.safetensors")
+    with (DEMO / "adapter_model.safetensors").open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    shapes = {name: one["shape"] for name, one in header.items() if name != "__metadata__"}
     made = []
     for number in range(ADAPTERS):
         rank, source, path = RANKS[number % len(RANKS)], np.random.default_rng(number), folder / f"adapter-{number}"
         path.mkdir()
 
-        def sized(name: str, old: np.ndarray, rank: int = rank, source: np.random.Generator = source) -> np.ndarray:
-            shape = (rank, old.shape[1]) if "lora_A" in name else (old.shape[0], rank)
-            return (source.standard_normal(shape) * 0.01).astype(np.float32)
-
-        save_file({name: sized(name, old) for name, old in tensors.items()}, path / "adapter_model.safetensors")
+        sized = {
+            name: (rank, inputs) if "lora_A" in name else (outputs, rank) for name, (outputs, inputs) in shapes.items()
+        }
+        tensors = {name: (source.standard_normal(size) * 0.01).astype(np.float32) for name, size in sized.items()}
+        save_file(tensors, path / "adapter_model.safetensors")
         (path / "adapter_config.json").write_text(json.dumps(config | {"r": rank, "lora_alpha": rank}))
         made.append(LoRARequest(path.name, number + 1, str(path)))
     return made
@@ -160,7 +162,7 @@ def run(model: str, threads: int, loras: list[LoRARequest], requests: list[Any],
 def knee_of(model: str, threads: int, loras: list[LoRARequest]) -> float:
     """About the rate that the engine can bear: requests a second when more wait than run."""
     load = Load("knee", 1.0, 0.5)
-    requests = [(0.0, *request[1:]) for request in load.requests(4.0, 20.0, 0)]
+    requests = [(0.0, *request[1:]) for request in load.requests(1.0, 48)]
     return run(model, threads, loras, requests, None).throughput
 
 
@@ -202,13 +204,15 @@ def main() -> None:
     """Measure, fit, simulate, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=os.environ.get("MANYLORA_SMOLLM2"), help="SmolLM2-135M (MANYLORA_SMOLLM2)")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of arrivals, for each run (default: 30)")
+    parser.add_argument("--requests", type=int, default=100, help="of each run (default: 100)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each load (default: 3)")
     parser.add_argument("--threads", type=int, default=1, help="of the engine (default: 1: clients need some, too)")
     parser.add_argument("--out", metavar="FILE", help="where the results go, as JSON")
     arguments = parser.parse_args()
     if not arguments.model:
         parser.error("--model is needed, or MANYLORA_SMOLLM2")
+    # Of each adapter, that the base is another format of what it was made for.
+    logging.getLogger("manylora").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         loras = make_adapters(folder)
@@ -222,7 +226,7 @@ def main() -> None:
         for number in range(arguments.rounds):
             for place, load in enumerate(loads):
                 trace = folder / f"{place}-{number}.jsonl"
-                requests = load.requests(knee, arguments.seconds, 0)
+                requests = load.requests(knee, arguments.requests)
                 one = run(*engine, requests, trace).measures()
                 runs[load.name].append(one)
                 traces[load.name].append(trace)
@@ -247,7 +251,7 @@ def main() -> None:
         if arguments.out:
             machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
             result = {
-                "machine": machine | {"backend": fit["backend"]}, "settings": SETTINGS, "seconds": arguments.seconds,
+                "machine": machine | {"backend": fit["backend"]}, "settings": SETTINGS, "requests": arguments.requests,
                 "runs": runs, "rows": rows, "knee": knees, "calibration": fit,
             }  # fmt: skip
             Path(arguments.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -75,7 +75,7 @@ impl Calibration {
     /// Reads a file's text.
     pub fn from_json(text: &str) -> Result<Self, SimError> {
         let wrong = |value: String, message: String| SimError::field("calibration", value, message);
-        let shown = || text.trim_start().chars().take(80).collect::<String>();
+        let shown = || text.trim().lines().next().unwrap_or_default().chars().take(80).collect::<String>();
         let read: Self = serde_json::from_str(text).map_err(|error| wrong(shown(), error.to_string()))?;
         if read.format != CALIBRATION_FORMAT || read.version != CALIBRATION_VERSION {
             let message = format!(
