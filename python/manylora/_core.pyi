@@ -13,11 +13,13 @@ __all__ = [
     "Port",
     "Stream",
     "__version__",
+    "calibrate_traces",
     "check_sampling_params",
     "check_structured_outputs",
     "plan",
     "planned_names",
     "read_bandwidth",
+    "replay_trace",
     "serve",
     "set_log",
     "simulate",
@@ -46,6 +48,8 @@ def simulate_find(
     progress: Callable[[int, int], object] | None,
 ) -> str: ...
 def simulated_config(config: str, changes: Sequence[tuple[str, str]]) -> str: ...
+def replay_trace(path: str, calibration: str | None) -> str: ...
+def calibrate_traces(paths: list[str]) -> str: ...
 def serve(
     engine: Engine,
     port: Port,

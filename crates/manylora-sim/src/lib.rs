@@ -8,6 +8,7 @@
 //! asks when for what), [`engine`], [`fleet`] (several behind a router), [`results`]; [`config`] says all of it in one table, and
 //! [`run()`] runs that, [`sweep`] many of them, and [`search`] finds where one holds what was asked.
 
+pub mod calibrate;
 pub mod card;
 pub mod config;
 pub mod cost;
@@ -16,6 +17,7 @@ mod error;
 pub mod fleet;
 pub mod model;
 pub mod plan;
+pub mod replay;
 pub mod results;
 mod run;
 pub mod search;

@@ -421,3 +421,36 @@ fn reports_agree_with_summaries() {
     let names: std::collections::BTreeSet<_> = metrics.iter().map(|(name, _)| name).collect();
     assert_eq!(names.len(), metrics.len());
 }
+
+/// A measured engine stands for the card, and may be one on processors.
+#[test]
+fn calibrated_costs_are_used() {
+    let dimensions = manylora_sim::model::ModelDescription::named("SmolLM2-135M").unwrap().dimensions;
+    let calibration = json!({
+        "format": "manylora-calibration", "version": 1, "model": ["tiny"], "dimensions": dimensions, "device": "cpu",
+        "backend": "avx2", "step_seconds": {"step": 0.01}, "first_load": {"each": 0.3, "per_byte": 0},
+        "later_load": {"each": 0.02, "per_byte": 0}, "fit": {"steps": {}, "loads": {}},
+    });
+    let mut file = tempfile::NamedTempFile::new().unwrap();
+    write!(file, "{calibration}").unwrap();
+    let mut value = small();
+    value["gpu"] = json!("cpu");
+    value["cost"] = json!({"calibrated": {"path": file.path()}});
+    let report = run(&Config::from_value(value.clone()).unwrap()).unwrap();
+    assert!((report.itl.p50 / 0.01 - 1.0).abs() < 0.006 && report.completed == report.requests, "{:?}", report.itl);
+    // Everybody whose adapter came from the disk waited for that.
+    assert!(report.ttft.largest > 0.3 && report.shelf.disk_loads > 0);
+    let refused = |path: &str, other: Value| {
+        let config = Config::from_value(value.clone()).unwrap().with(path, other);
+        config.and_then(|config| run(&config)).unwrap_err().to_string()
+    };
+    let other = refused("model", json!("SmolLM2-360M"));
+    assert!(other.starts_with("cost.calibrated.path `") && other.contains("it is of tiny"), "{other}");
+    assert!(
+        refused("path", json!("/no/such.json")).starts_with("cost.calibrated.path `/no/such.json`: it cannot be read")
+    );
+    assert!(refused("kv_cache_memory_bytes", Value::Null).starts_with("engine.kv_cache_memory_bytes `null`"));
+    value["cost"] = json!({"roofline": {}});
+    let blind = Config::from_value(value).and_then(|config| run(&config)).unwrap_err().to_string();
+    assert!(blind.starts_with("gpu `cpu`: no figures") && blind.contains("calibrate"), "{blind}");
+}

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from tqdm.auto import tqdm
 
 from manylora import _core, sim
-from manylora.cli import sim_picture, sim_table
+from manylora.cli import sim_picture, sim_table, sim_traces
 from manylora.cli.sim_flags import Range, add_flags, changes
 from manylora.exceptions import ManyLoRAError, ValidationError
 
@@ -24,6 +24,9 @@ examples:
   manylora sim --config run.yaml --find-smallest max_cpu_loras=1:200 --such-that "ttft_p99 < 0.5"
   manylora sim --config run.yaml --find-rate 0.5:40
   manylora sim --config run.yaml --replicas 16 --router consistent_hashing
+  manylora sim calibrate trace.jsonl -o cal.json         of an engine that ran with --record-trace
+  manylora sim replay other.jsonl --calibration cal.json
+  manylora sim --model SmolLM2-135M --gpu cpu --kv-cache-memory-bytes 2G --calibration cal.json --trace other.jsonl
 """
 
 
@@ -44,6 +47,7 @@ def add_parser(commands: Any) -> None:
     add_flags(parser)
     # The usage of so many flags would hide the one line that says what is wrong.
     parser.error = functools.partial(_refuse, parser)
+    sim_traces.add_subcommands(parser)
     parser.set_defaults(run=lambda arguments: run(parser, arguments))
 
 
@@ -125,6 +129,8 @@ def _config(arguments: argparse.Namespace) -> dict[str, Any]:
         table["workload"] = {arguments.workload: {"path": arguments.trace} if arguments.trace else {}}
     elif arguments.trace is not None:
         table["workload"] = {"trace": {"path": arguments.trace}}
+    if arguments.calibration is not None:
+        table["cost"] = {"calibrated": {"path": arguments.calibration}}
     changed = [(name, json.dumps(value)) for name, value in changes(arguments)]
     full: dict[str, Any] = json.loads(_core.simulated_config(json.dumps(table), changed))
     return full

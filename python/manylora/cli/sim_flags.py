@@ -84,7 +84,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     # Not `config`: this file holds a configuration, and no flags.
     group.add_argument("--config", dest="config_file", metavar="FILE", help="YAML or JSON; flags win over it")
     group.add_argument("--model", metavar="MODEL", help="a model's name, or the path of a checkpoint or a config.json")
-    group.add_argument("--gpu", metavar="CARD", help="a card's name")
+    group.add_argument("--gpu", metavar="CARD", help="a card's name, or cpu with --calibration")
+    group.add_argument("--calibration", metavar="FILE", help="what `manylora sim calibrate` wrote, for what steps take")
     _add(group, _SERVED)
     group = parser.add_argument_group("load")
     group.add_argument("--workload", choices=WORKLOADS, help="which kind (default: synthetic)")

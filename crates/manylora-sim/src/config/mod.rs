@@ -1,14 +1,17 @@
 //! A run as data: what is simulated, as a file or a command line says it. Every field is checked, and errors name it by its
 //! path, with its value and what is allowed.
 
+mod cost;
 mod engine;
 mod parameter;
 mod value;
 mod workload;
 
+use manylora_core::budget::WeightPacking;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+pub use cost::{CalibrationFile, CostConfig};
 pub use engine::EngineOptions;
 pub use value::{Described, LengthChoice, OneOrMany, PopularityChoice};
 pub use workload::{
@@ -17,18 +20,20 @@ pub use workload::{
 };
 
 use crate::card::CardSpec;
-use crate::cost::{AdapterShape, CostModel, Efficiency, Roofline};
+use crate::cost::{AdapterShape, CostModel};
 use crate::engine::EngineSettings;
 use crate::error::SimError;
 use crate::fleet::RouterKind;
 use crate::model::ModelDescription;
-use crate::plan::{FleetGroup, Plan, PlanRequest, PlannedDevice};
+use crate::plan::{FleetGroup, Plan, PlanRequest, PlannedDevice, ProcessorSpec};
 use crate::results::Slo;
 
 /// More adapters than this are a mistake.
 const MOST_ADAPTERS: u32 = 1 << 24;
 /// More replicas than this are a mistake.
 const MOST_REPLICAS: u32 = 1 << 16;
+/// More than any machine has.
+const PROCESSOR_BYTES: u64 = 1 << 50;
 
 /// One run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -36,7 +41,7 @@ const MOST_REPLICAS: u32 = 1 << 16;
 pub struct Config {
     /// A model that is built in, or its figures.
     pub model: Described<ModelDescription>,
-    /// A card that is known, or its figures.
+    /// A card that is known, or its figures; or `cpu`, whose times must be calibrated.
     pub gpu: Described<CardSpec>,
     /// How many adapters there are; None = as many as the load asks for, where it says so, and else none.
     #[serde(default)]
@@ -94,20 +99,6 @@ const fn default_bound() -> f64 {
 
 const fn default_seed() -> u32 {
     42
-}
-
-/// What steps and loads take.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum CostConfig {
-    /// A card's figures, and what of them is reached.
-    Roofline(Efficiency),
-}
-
-impl Default for CostConfig {
-    fn default() -> Self {
-        Self::Roofline(Efficiency::default())
-    }
 }
 
 /// A run that was found to be possible.
@@ -179,25 +170,17 @@ impl Config {
             Described::Name(name) => ModelDescription::named(name)?,
             Described::Is(model) => model.clone(),
         };
-        let card = match &self.gpu {
-            Described::Name(name) => CardSpec::named(name)?,
-            Described::Is(card) => card.clone(),
-        };
+        let device = self.device()?;
         let modules = FleetGroup::modules_named(self.target_modules.iter().map(String::as_str))?;
         let places = self.ranks()?;
         let count = |rank: usize| places.iter().filter(|&&place| place == rank).count() as u64;
         let groups = self.rank.0.iter().enumerate();
         let groups = groups.map(|(place, &rank)| FleetGroup { count: count(place), rank, modules: modules.clone() });
-        let cost: Box<dyn CostModel + Send + Sync> = match &self.cost {
-            CostConfig::Roofline(efficiency) => {
-                efficiency.validate()?;
-                Box::new(Roofline::new(&model.dimensions, card.clone(), *efficiency))
-            }
-        };
+        let cost = self.cost.model(&model.dimensions, &device)?;
         let request = PlanRequest {
             settings: self.engine.sizes(model.context),
             model,
-            device: PlannedDevice::Card(card),
+            device,
             dtype: self.engine.dtype,
             fleet: if places.is_empty() { Vec::new() } else { groups.collect() },
             lengths: Vec::new(),
@@ -215,6 +198,27 @@ impl Config {
         settings.host_cache_bytes = self.engine.host_cache_bytes;
         let load = self.workload.load(places.len() as u32, self.seed, plan.max_model_len)?;
         Ok(Prepared { settings, plan, cost, load })
+    }
+
+    /// A card, or processors. Of these, what weights and steps take is not asked for: the bytes that KV blocks and adapters share
+    /// are given, and nothing that is simulated depends on the others.
+    fn device(&self) -> Result<PlannedDevice<'static>, SimError> {
+        match &self.gpu {
+            Described::Name(name) if name.trim().eq_ignore_ascii_case("cpu") => {
+                if self.engine.kv_cache_memory_bytes.is_none() {
+                    let message = "a processor's share is not known here: say how many bytes the engine has";
+                    return Err(SimError::field("engine.kv_cache_memory_bytes", "null", message));
+                }
+                Ok(PlannedDevice::Processor(ProcessorSpec {
+                    name: "cpu".to_owned(),
+                    free_bytes: PROCESSOR_BYTES,
+                    packing: &|_| WeightPacking::Panels16,
+                    working: &|_, _, _| 0,
+                }))
+            }
+            Described::Name(name) => CardSpec::named(name).map(PlannedDevice::Card),
+            Described::Is(card) => Ok(PlannedDevice::Card(card.clone())),
+        }
     }
 
     fn check(&self) -> Result<(), SimError> {

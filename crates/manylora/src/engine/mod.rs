@@ -19,6 +19,7 @@ mod lower;
 pub mod meters;
 mod phases;
 mod processor;
+mod recorder;
 mod running;
 mod sequences;
 mod sizes;
