@@ -5,11 +5,13 @@
 //! decisions. No line has a token or a text: where content decides, because prompts share prefixes, blocks of tokens have
 //! numbers that tell equal from different, and nothing else.
 
+use std::time::Duration;
+
 use serde::{Deserialize, Serialize};
 
 use crate::budget::{ModelDimensions, NumberFormat};
 use crate::config::CoreConfig;
-use crate::event::{AdapterUse, Effect, Event, FinishReason, LoadFault};
+use crate::event::{AdapterUse, Effect, Event, FinishReason, LoadFailure, LoadFault, LoadedAdapter};
 use crate::identity::{AdapterSlot, Digest, RegistrationId, RequestId, Time};
 use crate::plan::PlannedSequence;
 
@@ -193,14 +195,35 @@ pub enum TracedLoadResult {
         digest: Digest,
         /// Bytes that it takes.
         bytes: u64,
-        /// Seconds of the thread that read it; None if nothing was read.
-        seconds: Option<f64>,
+        /// Nanoseconds of the thread that read it, as its clock has them; None if nothing was read. Evictions may depend on
+        /// them, so they are whole numbers, which are read as they were written.
+        nanoseconds: Option<u64>,
     },
     /// Nothing.
     Failed {
         /// Whose doing it is.
         fault: LoadFault,
     },
+}
+
+impl TracedLoadResult {
+    /// A load that went well.
+    pub fn loaded(loaded: &LoadedAdapter) -> Self {
+        let LoadedAdapter { digest, bytes, load_seconds } = *loaded;
+        let nanoseconds = load_seconds.map(|seconds| (seconds * 1e9).round() as u64);
+        Self::Loaded { digest, bytes, nanoseconds }
+    }
+
+    /// What the control plane was told, to the bit: times come from clocks that count nanoseconds.
+    pub fn result(&self) -> Result<LoadedAdapter, LoadFailure> {
+        match *self {
+            Self::Loaded { digest, bytes, nanoseconds } => {
+                let load_seconds = nanoseconds.map(|nanoseconds| Duration::from_nanos(nanoseconds).as_secs_f64());
+                Ok(LoadedAdapter { digest, bytes, load_seconds })
+            }
+            Self::Failed { fault } => Err(LoadFailure { fault, message: "it failed when it was recorded".to_owned() }),
+        }
+    }
 }
 
 /// A planned step.
@@ -375,6 +398,17 @@ mod tests {
     use super::*;
 
     #[test]
+    fn seconds_of_loads_come_back_to_the_bit() {
+        for nanoseconds in (0..60).map(|power| 3_u64.pow(power % 35) + u64::from(power)) {
+            let seconds = Duration::from_nanos(nanoseconds).as_secs_f64();
+            let loaded = LoadedAdapter { load_seconds: Some(seconds), ..LoadedAdapter::new(Digest([1; 32]), 5) };
+            let line = serde_json::to_string(&TracedLoadResult::loaded(&loaded)).unwrap();
+            let read: TracedLoadResult = serde_json::from_str(&line).unwrap();
+            assert_eq!(read.result().unwrap(), loaded, "{nanoseconds}");
+        }
+    }
+
+    #[test]
     fn lines_are_read_as_they_were_written() {
         let registration = RegistrationId { index: 3, generation: 1 };
         let digest = Digest([7; 32]);
@@ -384,7 +418,7 @@ mod tests {
             TraceLine::Load(TracedLoad {
                 time: Time(1.0),
                 registration,
-                result: TracedLoadResult::Loaded { digest, bytes: 10, seconds: Some(0.125) },
+                result: TracedLoadResult::Loaded { digest, bytes: 10, nanoseconds: Some(125) },
             }),
             TraceLine::Effect { time: Time(1.5), effect: TracedEffect::Install { slot: AdapterSlot(2), digest } },
             TraceLine::Outcome(TracedOutcome {

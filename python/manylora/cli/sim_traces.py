@@ -53,7 +53,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
 def fit_table(calibration: dict[str, Any]) -> str:
     """Return how well a calibration fits, by kind of step and of load."""
     head = ("kind", "count", "seconds", "fitted/measured", "median deviation", "90 % within")
-    rows = [head]
+    rows: list[tuple[str, ...]] = [head]
     for what in ("steps", "loads"):
         for kind, one in calibration["fit"][what].items():
             deviations = (f"{one[name]:.1%}" for name in ("median_deviation", "p90_deviation"))

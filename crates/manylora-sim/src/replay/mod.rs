@@ -13,12 +13,12 @@ use std::collections::{HashMap, VecDeque};
 use std::io::{BufRead, Seek, SeekFrom};
 
 use manylora_core::trace::{
-    Decision, TraceHeader, TraceLine, TracedAdapter, TracedEffect, TracedEnd, TracedLoad, TracedLoadResult,
-    TracedOutcome, TracedReason, TracedRequest, TracedSequence, TracedStep,
+    Decision, TraceHeader, TraceLine, TracedAdapter, TracedEffect, TracedEnd, TracedLoad, TracedOutcome, TracedReason,
+    TracedRequest, TracedSequence, TracedStep,
 };
 use manylora_core::{
-    AdapterSlot, ControlPlane, Digest, Event, LoadFailure, LoadedAdapter, NewRequest, RegistrationId, RequestId,
-    SequenceOutcome, StepOutcome, StepPlan,
+    AdapterSlot, ControlPlane, Digest, Event, LoadedAdapter, NewRequest, RegistrationId, RequestId, SequenceOutcome,
+    StepOutcome, StepPlan,
 };
 use serde::Serialize;
 
@@ -264,22 +264,16 @@ impl<O: ReplayObserver> Player<'_, O> {
 
     fn load(&mut self, load: TracedLoad) {
         let TracedLoad { time, registration, result } = load;
-        let result = match result {
-            TracedLoadResult::Failed { fault } => {
-                Err(LoadFailure { fault, message: "it failed when this was recorded".to_owned() })
+        let result = result.result();
+        if let Ok(LoadedAdapter { digest, bytes, load_seconds }) = result {
+            let described = self.described.get(&registration).map(|adapter| shape(&self.header, adapter));
+            let adapter = AdapterShape { bytes, ..described.unwrap_or(AdapterShape { bytes, parameters: 0, rank: 0 }) };
+            let again = self.read.insert(registration, digest).is_some();
+            if let Some(seconds) = load_seconds {
+                self.observer.load(&adapter, again, seconds);
             }
-            TracedLoadResult::Loaded { digest, bytes, seconds } => {
-                let described = self.described.get(&registration).map(|adapter| shape(&self.header, adapter));
-                let adapter =
-                    AdapterShape { bytes, ..described.unwrap_or(AdapterShape { bytes, parameters: 0, rank: 0 }) };
-                let again = self.read.insert(registration, digest).is_some();
-                if let Some(seconds) = seconds {
-                    self.observer.load(&adapter, again, seconds);
-                }
-                self.loaded.insert(digest, adapter);
-                Ok(LoadedAdapter { digest, bytes, load_seconds: seconds })
-            }
-        };
+            self.loaded.insert(digest, adapter);
+        }
         self.core.handle(time, Event::LoadFinished { registration, result });
     }
 

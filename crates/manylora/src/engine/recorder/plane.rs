@@ -4,9 +4,7 @@ use std::ops::Deref;
 use std::time::Instant;
 
 use manylora_core::trace::{TraceLine, TracedAdapter, TracedLoad, TracedLoadResult};
-use manylora_core::{
-    ControlPlane, Effect, Event, LoadedAdapter, NewRequest, RegistrationId, StepOutcome, StepPlan, Time,
-};
+use manylora_core::{ControlPlane, Effect, Event, NewRequest, RegistrationId, StepOutcome, StepPlan, Time};
 
 use super::Recorder;
 use crate::engine::phases::PhaseSeconds;
@@ -129,9 +127,7 @@ fn line(time: Time, event: &Event) -> TraceLine {
     match event {
         Event::LoadFinished { registration, result } => {
             let result = match result {
-                Ok(LoadedAdapter { digest, bytes, load_seconds }) => {
-                    TracedLoadResult::Loaded { digest: *digest, bytes: *bytes, seconds: *load_seconds }
-                }
+                Ok(loaded) => TracedLoadResult::loaded(loaded),
                 Err(failure) => TracedLoadResult::Failed { fault: failure.fault },
             };
             TraceLine::Load(TracedLoad { time, registration: *registration, result })
