@@ -109,6 +109,7 @@ HONOURED: dict[str, tuple[Any, str, Any]] = {
     "max_deferred_steps": (9, "max_deferred_steps", 9),
     "lora_memory_bytes": (1 << 20, "lora_memory_bytes", 1 << 20),
     "strict_base": (True, "strict_base", True),
+    "record_trace": (Path("/x/trace.jsonl"), "record_trace", "/x/trace.jsonl"),
 }
 # Those that the Python side honours itself, each with a test of its own.
 IN_PYTHON = {"revision", "tokenizer_revision", "hf_token", "download_dir", "generation_config", "use_tqdm_on_load",

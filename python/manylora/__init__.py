@@ -4,6 +4,7 @@ The API is vLLM's: `LLM`, `AsyncLLM`, `LLMEngine`, `EngineArgs`, `SamplingParams
 modules have its paths too (`manylora.engine.arg_utils`, `manylora.v1.engine.async_llm`, ...).
 """
 
+from manylora import sim
 from manylora._core import __version__
 from manylora.async_llm import AsyncLLM
 from manylora.engine.arg_utils import AsyncEngineArgs, EngineArgs
@@ -39,4 +40,5 @@ __all__ = [
     "ValidationError",
     "__version__",
     "plan",
+    "sim",
 ]

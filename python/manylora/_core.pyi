@@ -13,13 +13,19 @@ __all__ = [
     "Port",
     "Stream",
     "__version__",
+    "calibrate_traces",
     "check_sampling_params",
     "check_structured_outputs",
     "plan",
     "planned_names",
     "read_bandwidth",
+    "replay_trace",
     "serve",
     "set_log",
+    "simulate",
+    "simulate_find",
+    "simulate_sweep",
+    "simulated_config",
 ]
 __version__: str
 
@@ -29,6 +35,21 @@ def check_structured_outputs(outputs: Any) -> None: ...
 def read_bandwidth(num_threads: int | None, seconds: float) -> float: ...
 def plan(question: Any) -> str: ...
 def planned_names() -> tuple[list[str], list[str]]: ...
+def simulate(
+    config: str, records: bool, progress: Callable[[int, int], object] | None
+) -> tuple[str, list[tuple[str, str, bytearray]]]: ...
+def simulate_sweep(
+    config: str, axes: Sequence[tuple[str, str]], progress: Callable[[int, int], object] | None
+) -> str: ...
+def simulate_find(
+    config: str,
+    goal: tuple[str, bool, float, float, float | None],
+    conditions: Sequence[str],
+    progress: Callable[[int, int], object] | None,
+) -> str: ...
+def simulated_config(config: str, changes: Sequence[tuple[str, str]]) -> str: ...
+def replay_trace(path: str, calibration: str | None) -> str: ...
+def calibrate_traces(paths: list[str]) -> str: ...
 def serve(
     engine: Engine,
     port: Port,

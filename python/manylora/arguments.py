@@ -423,6 +423,13 @@ MULTIMODAL = (
 )
 
 OUTPUT = (
+    _honoured(
+        "record_trace",
+        None,
+        Kind.PATH,
+        "new file for a trace of what the scheduler was told and decided, without texts or tokens, for `manylora sim`",
+        ours=True,
+    ),
     _no_effect("aggregate_engine_logging", False, _METRICS),
     _no_effect("show_hidden_metrics_for_version", None, _METRICS),
     _no_effect("kv_cache_metrics", False, _METRICS),

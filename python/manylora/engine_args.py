@@ -94,6 +94,7 @@ class Settings:
             "dtype": given.dtype,
             "lora_roots": _roots(given.lora_root),
             "lora_target_modules": given.lora_target_modules,
+            "record_trace": given.record_trace and str(Path(given.record_trace).expanduser()),
         }
         return values | {name: getattr(self, name) for name in _NATIVE}
 

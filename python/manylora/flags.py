@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import json
 import re
 import sys
@@ -36,6 +37,7 @@ class FlagParser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse, and fill in from the file what the command line does not say."""
         given = _with_dashes(sys.argv[1:] if args is None else args)
+        self._check_before_commands(given)
         parsed, left = super().parse_known_args(given, namespace)
         unknown = next((item for item in left if item.startswith("--") and item != "--"), None)
         if unknown is not None:
@@ -46,6 +48,15 @@ class FlagParser(argparse.ArgumentParser):
         if getattr(parsed, "config", None) is not None:
             self._fill_in(parsed, parsed.config)
         return parsed, left
+
+    def _check_before_commands(self, given: Sequence[str]) -> None:
+        """Name a flag that there is not, where the word behind it would be taken for a command."""
+        actions = self._subparsers._group_actions if self._subparsers is not None else []
+        commands = {name for action in actions for name in action.choices or ()}
+        for item in itertools.takewhile(lambda item: item not in commands and item != "--", given):
+            flag = item.split("=")[0]
+            if flag.startswith("--") and flag not in self._option_string_actions:
+                self.error(f"there is no flag {flag}{self._hint(flag)}")
 
     def _hint(self, flag: str) -> str:
         near = difflib.get_close_matches(flag, self._option_string_actions, n=1)

@@ -163,6 +163,7 @@ ENGINE: dict[str, tuple[list[str], Any]] = {
     "loader_threads": (["--loader-threads", "3"], 3),
     "max_deferred_steps": (["--max-deferred-steps", "9"], 9),
     "strict_base": (["--strict-base"], True),
+    "record_trace": (["--record-trace", "x.jsonl"], "x.jsonl"),
 }
 # Those with a test of their own, here or with what they do.
 APART = {"config", "enable_lora", "keys_file", "lora_modules", "lora_manifest", "max_loras", "log_level", "log_format"}

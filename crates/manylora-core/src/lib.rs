@@ -7,7 +7,7 @@
 //! step), `queue` and [`fairness`] (who is next), `admission` (who may start, and the bound on waiting), `loads` (what is
 //! read when), `outcome` (what comes back), `shelf` (adapters, versions, leases), [`eviction`], `replacement` (a new version
 //! in an old one's place), `memory` (the ledger between adapters and KV blocks), [`block_pool`], [`budget`], then
-//! [`sampling`] and [`config`].
+//! [`sampling`], [`config`] and [`trace`] (what an engine's log of all this looks like in a file).
 
 mod admission;
 pub mod block_pool;
@@ -31,6 +31,7 @@ pub mod sampling;
 mod scheduler;
 mod shelf;
 pub mod stats;
+pub mod trace;
 
 pub use config::{CoreConfig, LoraMemory, SchedulingPolicy, SchedulingSettings};
 pub use control::ControlPlane;

@@ -45,6 +45,7 @@ pub(crate) struct Config {
     pin_threads: bool,
     loader_threads: Option<usize>,
     max_deferred_steps: u64,
+    record_trace: Option<PathBuf>,
 }
 
 impl Config {
@@ -114,6 +115,7 @@ impl Config {
             pin_threads: self.pin_threads,
             loader_threads: self.loader_threads,
             max_deferred_steps: self.max_deferred_steps,
+            record_trace: self.record_trace,
             ..EngineConfig::new(self.model)
         })
     }

@@ -12,6 +12,8 @@ mod output;
 mod plan;
 mod request;
 mod serve;
+mod simulate;
+mod traces;
 
 use pyo3::prelude::*;
 
@@ -36,6 +38,10 @@ mod _core {
     use super::request::{check_sampling_params, check_structured_outputs};
     #[pymodule_export]
     use super::serve::{Port, serve};
+    #[pymodule_export]
+    use super::simulate::{simulate, simulate_find, simulate_sweep, simulated_config};
+    #[pymodule_export]
+    use super::traces::{calibrate_traces, replay_trace};
 
     use pyo3::prelude::*;
 

@@ -59,7 +59,7 @@ pub(crate) fn planned_names() -> (Vec<&'static str>, Vec<&'static str>) {
     (CardSpec::names().collect(), ModelDescription::names().collect())
 }
 
-fn wrong(error: SimError) -> EngineError {
+pub(crate) fn wrong(error: SimError) -> EngineError {
     match error {
         SimError::Size(error) => error.into(),
         error => EngineError::InvalidArgument(error.to_string()),
@@ -123,7 +123,7 @@ fn ask(question: Question) -> Result<String, EngineError> {
 }
 
 /// A model by the path of a checkpoint or of a config.json, or by name.
-fn describe(model: &str) -> Result<ModelDescription, EngineError> {
+pub(crate) fn describe(model: &str) -> Result<ModelDescription, EngineError> {
     let path = Path::new(model);
     let config = if path.is_dir() { path.join("config.json") } else { path.to_path_buf() };
     if !path.exists() {

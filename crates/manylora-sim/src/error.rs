@@ -22,6 +22,32 @@ pub enum SimError {
     /// Settings that the control plane refuses.
     #[error(transparent)]
     Core(#[from] CoreError),
+    /// One of many runs is not possible.
+    #[error("at {point}: {error}")]
+    Point {
+        /// The values that it has.
+        point: String,
+        /// What is wrong.
+        error: Box<SimError>,
+    },
+    /// Whoever asked does not want to know any more.
+    #[error("the simulation was interrupted")]
+    Interrupted,
+    /// A trace was replayed, and something was decided in another way than when it was recorded.
+    #[error(
+        "trace line {line}: {what} was `{recorded}` when it was recorded and is `{replayed}` now: the trace was changed, or \
+         comes from another version, or this is a mistake; report it with the trace"
+    )]
+    Diverged {
+        /// Where.
+        line: usize,
+        /// What was decided.
+        what: &'static str,
+        /// How the engine did.
+        recorded: String,
+        /// How it was done now.
+        replayed: String,
+    },
     /// Nothing can run, and nothing will happen that could change that.
     #[error(
         "at {now} s nothing can run and `{live}` requests are not done: this is a mistake in the scheduler; report it"

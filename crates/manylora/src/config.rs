@@ -176,6 +176,9 @@ pub struct EngineConfig {
     /// Threads that read adapters. None = one for every four that compute, at least 2 and at most 4: reading takes a core
     /// from decoding, and one slow read must not hold up the others.
     pub loader_threads: Option<usize>,
+    /// A new file for a trace: everything that the control plane is told and decides, and how long it takes, without texts and
+    /// tokens. None = none.
+    pub record_trace: Option<PathBuf>,
     /// Called before an adapter is read.
     pub before_read: Option<ReadHook>,
     /// A waiting adapter that the cap keeps out for this many steps closes admission to others (promise P5).
@@ -225,6 +228,7 @@ impl EngineConfig {
             park_threads: true,
             simd: None,
             loader_threads: None,
+            record_trace: None,
             before_read: None,
             max_deferred_steps: scheduling.max_deferred_steps,
         }

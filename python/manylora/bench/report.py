@@ -10,14 +10,16 @@ from pathlib import Path
 from manylora.bench.figures import Figure
 from manylora.exceptions import ManyLoRAError, ValidationError
 
-_WIDTH, _HEIGHT = 460, 260
+WIDTH, HEIGHT = 460, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 30, 44
-_COLOURS = ("#1b6ca8", "#d1495b", "#3c8d4a")
-_STYLE = """\
+_COLOURS = ("#1b6ca8", "#d1495b", "#3c8d4a", "#e0a030", "#7a4fa3", "#2aa198", "#8a6d3b", "#444444")
+STYLE = """\
+svg text{font:11px system-ui,sans-serif;fill:#444}svg .title{font-size:13px;font-weight:600;fill:#222}
+"""
+_PAGE_STYLE = """\
 body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:62rem;padding:0 1rem;color:#222;background:#fff}
 pre{background:#f5f5f5;padding:1rem;overflow-x:auto;font-size:13px}
-figure{display:inline-block;margin:0 .8rem 1rem 0}svg text{font:11px system-ui,sans-serif;fill:#444}
-svg .title{font-size:13px;font-weight:600;fill:#222}
+figure{display:inline-block;margin:0 .8rem 1rem 0}
 """
 
 
@@ -51,7 +53,7 @@ def write(path: str, title: str, text: str, figures: Sequence[Figure]) -> None:
     """
     try:
         if Path(path).suffix.lower() == ".png":
-            _write_picture(path, title, figures)
+            draw_picture(path, title, figures)
         else:
             Path(path).write_text(page(title, text, figures), encoding="utf-8")
     except OSError as error:
@@ -63,8 +65,9 @@ def page(title: str, text: str, figures: Sequence[Figure]) -> str:
     pictures = "\n".join(f"<figure>{svg(figure)}</figure>" for figure in figures)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>\n'
-        f"<style>{_STYLE}</style></head><body>\n<h1>{html.escape(title)}</h1>\n<pre>{html.escape(text)}</pre>\n"
-        f"{pictures}\n</body></html>\n"
+        f"<style>{_PAGE_STYLE}{STYLE}</style></head><body>\n<h1>{html.escape(title)}</h1>\n"
+        + (f"<pre>{html.escape(text)}</pre>\n" if text else "")
+        + f"{pictures}\n</body></html>\n"
     )
 
 
@@ -85,19 +88,19 @@ def svg(figure: Figure) -> str:
     y_ticks = ticks(max(y for _, y in points))
     x_ticks = [] if is_bars else ticks(max(x for x, _ in points))
     x_end = len(figure.labels) if is_bars else x_ticks[-1]
-    plot_width, plot_height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+    plot_width, plot_height = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
 
     def at(x: float, y: float) -> tuple[float, float]:
         return _LEFT + plot_width * x / x_end, _TOP + plot_height * (1 - y / y_ticks[-1])
 
     bottom = _TOP + plot_height
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img">',
         f'<text class="title" x="{_LEFT}" y="18">{html.escape(figure.title)}</text>',
     ]
     for tick in y_ticks:
         _, y = at(0, tick)
-        parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
+        parts.append(f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>')
     for tick in x_ticks:
         x, _ = at(tick, 0)
@@ -121,9 +124,12 @@ def svg(figure: Figure) -> str:
             line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in series.points))
             parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
         if len(figure.series) > 1:
-            x = _WIDTH - _RIGHT - 60 * (len(figure.series) - number)
-            parts.append(f'<rect x="{x}" y="{bottom + 26}" width="10" height="10" fill="{colour}"/>')
-            parts.append(f'<text x="{x + 14}" y="{bottom + 35}">{html.escape(series.name)}</text>')
+            # Few short names have room below the picture; others are a list in it.
+            is_short = len(figure.series) <= 3 and all(len(one.name) <= 6 for one in figure.series)
+            x = WIDTH - _RIGHT - 60 * (len(figure.series) - number) if is_short else _LEFT + 8
+            y = bottom + 26 if is_short else _TOP + 6 + 14 * number
+            parts.append(f'<rect x="{x}" y="{y}" width="10" height="10" fill="{colour}"/>')
+            parts.append(f'<text x="{x + 14}" y="{y + 9}">{html.escape(series.name)}</text>')
     if is_bars and len(figure.labels) <= 8:
         for number, name in enumerate(figure.labels):
             x, _ = at(number + 0.5, 0)
@@ -132,7 +138,8 @@ def svg(figure: Figure) -> str:
     return "\n".join([*parts, "</svg>"])
 
 
-def _write_picture(path: str, title: str, figures: Sequence[Figure]) -> None:
+def draw_picture(path: str, title: str, figures: Sequence[Figure]) -> None:
+    """Draw them with matplotlib, as its format for the path's ending."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from manylora._core import __version__
-from manylora.cli import bench, chat, demo, evaluate, generate, plan, serve
+from manylora.cli import bench, chat, demo, evaluate, generate, plan, serve, sim
 from manylora.cli.log import shown_log
 from manylora.exceptions import ManyLoRAError
 from manylora.flags import FlagParser
@@ -23,6 +23,7 @@ examples:
   manylora generate BASE --lora-modules sql=./sql --input prompts.jsonl --output answers.jsonl
   manylora eval BASE --lora-modules sql=./sql --data texts.jsonl         perplexity of the base and each adapter
   manylora plan --model Qwen2.5-7B-Instruct --gpu rtx4090 --adapters 30    what fits on a card, in bytes
+  manylora sim --model Llama-2-7b --gpu a100-80 --adapters 200 --rate 8    and how fast it would be
 """
 
 
@@ -43,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     evaluate.add_parser(commands)
     bench.add_parser(commands)
     plan.add_parser(commands)
+    sim.add_parser(commands)
     parsed = parser.parse_args(arguments)
     if not hasattr(parsed, "run"):
         parser.print_help()

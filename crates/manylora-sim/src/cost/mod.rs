@@ -37,6 +37,8 @@ pub struct StepWork {
     pub rows: u64,
     /// Rows that belong to prompts, or to what is computed again.
     pub prefill_rows: u64,
+    /// Sequences that are in a step for the first time.
+    pub started: u64,
     /// Rows whose logits are computed.
     pub sampled_rows: u64,
     /// Positions whose keys and values are read: each sequence's context once.
@@ -89,6 +91,7 @@ impl StepWorker {
         for sequence in &plan.sequences {
             let (rows, first) = (u64::from(sequence.rows), u64::from(sequence.first_position));
             work.rows += rows;
+            work.started += u64::from(sequence.preemptions == 0 && sequence.first_position == sequence.cached_tokens);
             work.prefill_rows += if rows > 1 || !sequence.samples { rows } else { 0 };
             work.sampled_rows += if sequence.all_logits { rows } else { u64::from(sequence.samples) };
             work.context += first + rows;

@@ -10,6 +10,8 @@ use serde::{Deserialize, Serialize};
 
 use super::{AdapterShape, CostModel, StepWork, Tier};
 use crate::card::CardSpec;
+use crate::error::SimError;
+use crate::workload::positive;
 
 /// What of a card's figures is reached, and what the host adds. The defaults are what well-kept engines reach, not a fit to
 /// any: whoever has measured a machine should set them.
@@ -52,6 +54,32 @@ impl Default for Efficiency {
             disk_bandwidth: 2e9,
             load_seconds: 1e-3,
         }
+    }
+}
+
+impl Efficiency {
+    /// Whether the numbers can be: shares above 0 and up to 1, times from 0, bandwidths above 0.
+    pub fn validate(&self) -> Result<(), SimError> {
+        let shares = [
+            ("memory", self.memory),
+            ("compute", self.compute),
+            ("adapter_memory", self.adapter_memory),
+            ("adapter_compute", self.adapter_compute),
+            ("bus", self.bus),
+        ];
+        if let Some((field, value)) = shares.into_iter().find(|&(_, value)| !(value > 0.0 && value <= 1.0)) {
+            return Err(SimError::field(field, value, "a share of the card's figure, above 0 and at most 1"));
+        }
+        let times = [
+            ("host_seconds", self.host_seconds),
+            ("layer_seconds", self.layer_seconds),
+            ("adapter_layer_seconds", self.adapter_layer_seconds),
+            ("load_seconds", self.load_seconds),
+        ];
+        if let Some((field, value)) = times.into_iter().find(|&(_, value)| !(value.is_finite() && value >= 0.0)) {
+            return Err(SimError::field(field, value, "a finite number of seconds from 0 up"));
+        }
+        positive("disk_bandwidth", self.disk_bandwidth).map(drop)
     }
 }
 

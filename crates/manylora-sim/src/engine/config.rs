@@ -39,7 +39,7 @@ impl EngineSettings {
         Ok((Self { core, adapters, loader_threads, host_cache_bytes: None }, plan))
     }
 
-    pub(super) fn validate(&self) -> Result<(), SimError> {
+    pub(crate) fn validate(&self) -> Result<(), SimError> {
         if self.loader_threads == 0 {
             return Err(SimError::field("loader_threads", 0, "at least one is needed"));
         }

@@ -9,6 +9,9 @@ mod config;
 mod live;
 mod loader;
 
+use std::collections::{HashSet, VecDeque};
+use std::sync::Arc;
+
 use manylora_core::{
     AdapterUse, ControlPlane, Digest, Effect, Event, FailureReason, LoadedAdapter, NewRequest, RegistrationId,
     RequestId, SequenceOutcome, StepOutcome, StepPlan, Time,
@@ -51,22 +54,70 @@ impl Observer for () {}
 
 /// Runs requests, which come by arrival, until all have ended.
 pub fn run(
-    settings: EngineSettings,
+    mut settings: EngineSettings,
     cost: &dyn CostModel,
     requests: impl IntoIterator<Item = SimRequest>,
     observer: &mut impl Observer,
 ) -> Result<Totals, SimError> {
-    let mut engine = VirtualEngine::new(settings, cost, observer)?;
-    engine.run(requests.into_iter())?;
+    settings.validate()?;
+    let adapters = std::mem::take(&mut settings.adapters).into();
+    let mut engine = VirtualEngine::new(&settings, adapters, cost, observer)?;
+    engine.run(Stream::new(requests.into_iter())?)?;
     Ok(engine.totals())
 }
 
-struct VirtualEngine<'a, O> {
+/// Requests that will come, by arrival.
+pub(crate) trait Inbox {
+    /// The next one.
+    fn next(&self) -> Option<&SimRequest>;
+
+    /// It was taken.
+    fn advance(&mut self) -> Result<(), SimError>;
+}
+
+impl Inbox for VecDeque<SimRequest> {
+    fn next(&self) -> Option<&SimRequest> {
+        self.front()
+    }
+
+    fn advance(&mut self) -> Result<(), SimError> {
+        self.pop_front();
+        Ok(())
+    }
+}
+
+/// An iterator whose order is checked.
+pub(crate) struct Stream<I> {
+    next: Option<SimRequest>,
+    requests: I,
+}
+
+impl<I: Iterator<Item = SimRequest>> Stream<I> {
+    pub(crate) fn new(mut requests: I) -> Result<Self, SimError> {
+        Ok(Self { next: after(0.0, requests.next())?, requests })
+    }
+}
+
+impl<I: Iterator<Item = SimRequest>> Inbox for Stream<I> {
+    fn next(&self) -> Option<&SimRequest> {
+        self.next.as_ref()
+    }
+
+    fn advance(&mut self) -> Result<(), SimError> {
+        let latest = self.next.map_or(0.0, |request| request.arrival);
+        self.next = after(latest, self.requests.next())?;
+        Ok(())
+    }
+}
+
+/// One engine. Adapters are registered with its control plane when the first request for them comes, under the ids that they
+/// would have if all had been at the start: nothing depends on those that nobody asks for.
+pub(crate) struct VirtualEngine<'a, O> {
     core: ControlPlane,
     cost: &'a dyn CostModel,
     observer: &'a mut O,
-    adapters: Vec<AdapterShape>,
-    registrations: Vec<RegistrationId>,
+    adapters: Arc<[AdapterShape]>,
+    registered: HashSet<u32>,
     worker: StepWorker,
     loader: Loader,
     host: HostCache,
@@ -114,28 +165,22 @@ fn duration(what: &str, seconds: f64) -> Result<f64, SimError> {
 }
 
 impl<'a, O: Observer> VirtualEngine<'a, O> {
-    fn new(settings: EngineSettings, cost: &'a dyn CostModel, observer: &'a mut O) -> Result<Self, SimError> {
-        settings.validate()?;
-        let EngineSettings { core, adapters, loader_threads, host_cache_bytes } = settings;
-        let mut core = ControlPlane::new(core)?;
-        let registrations = adapters.iter().map(|adapter| {
-            let registration = core.next_registration();
-            core.handle(Time(0.0), Event::Register { registration, bytes: adapter.bytes, rereadable: true });
-            registration
-        });
-        let registrations: Vec<_> = registrations.collect();
-        if let Some(Effect::RegistrationFailed { registration, message }) = core.drain_effects().next() {
-            return Err(SimError::field("adapters", registration.index, message));
-        }
+    /// Of settings that are valid; `adapters` are theirs, which several engines share.
+    pub(crate) fn new(
+        settings: &EngineSettings,
+        adapters: Arc<[AdapterShape]>,
+        cost: &'a dyn CostModel,
+        observer: &'a mut O,
+    ) -> Result<Self, SimError> {
         Ok(Self {
-            core,
+            core: ControlPlane::new(settings.core.clone())?,
             cost,
             observer,
             adapters,
-            registrations,
+            registered: HashSet::new(),
             worker: StepWorker::default(),
-            loader: Loader::new(loader_threads),
-            host: HostCache::new(host_cache_bytes),
+            loader: Loader::new(settings.loader_threads),
+            host: HostCache::new(settings.host_cache_bytes),
             live: LiveRequests::default(),
             now: 0.0,
             busy: 0.0,
@@ -150,49 +195,91 @@ impl<'a, O: Observer> VirtualEngine<'a, O> {
         })
     }
 
-    fn run(&mut self, mut requests: impl Iterator<Item = SimRequest>) -> Result<(), SimError> {
-        let mut next = after(0.0, requests.next())?;
+    fn run(&mut self, mut requests: impl Inbox) -> Result<(), SimError> {
         loop {
-            // Everything that has happened by now, in the order of time; of one moment, loads before requests.
-            loop {
-                let due = next.filter(|request| request.arrival <= self.now);
-                let load = self.loader.next_end().filter(|&end| end <= self.now);
-                match (load, due) {
-                    (Some(end), request) if request.is_none_or(|request| end <= request.arrival) => {
-                        self.finish_load()?;
-                    }
-                    (_, Some(request)) => {
-                        self.submit(&request)?;
-                        next = after(request.arrival, requests.next())?;
-                    }
-                    (_, None) => break,
-                }
+            self.handle_due(&mut requests)?;
+            if let Some(end) = self.begin_step()? {
+                self.end_step(end)?;
+                continue;
             }
-            if self.step()? || self.carry_out_effects()? {
+            if self.carry_out_effects()? {
                 continue;
             }
             // Nothing can run: to what happens next.
-            let arrival = next.map(|request| request.arrival);
-            self.now = match (arrival, self.loader.next_end()) {
-                (Some(arrival), Some(end)) => arrival.min(end).max(self.now),
-                (Some(next), None) | (None, Some(next)) => next.max(self.now),
-                (None, None) if self.core.has_work() => {
-                    return Err(SimError::Stuck { now: self.now, live: self.live.len() });
-                }
-                (None, None) => return Ok(()),
-            };
+            let arrival = requests.next().map(|request| request.arrival);
+            match (arrival, self.next_load_end()) {
+                (Some(arrival), Some(end)) => self.wake(arrival.min(end)),
+                (Some(next), None) | (None, Some(next)) => self.wake(next),
+                (None, None) => return self.finished(),
+            }
         }
     }
 
-    fn submit(&mut self, request: &SimRequest) -> Result<(), SimError> {
-        let known = self.registrations.len();
-        let uses = |adapter: u32| {
-            let found = self.registrations.get(adapter as usize);
-            let found =
-                found.ok_or_else(|| SimError::field("adapter", adapter, format!("there are {known} adapters")))?;
-            Ok::<_, SimError>(AdapterUse { registration: *found, scale: 1.0, first_active: 0 })
+    /// The time is now.
+    pub(crate) const fn wake(&mut self, now: f64) {
+        self.now = self.now.max(now);
+    }
+
+    /// When the next load ends.
+    pub(crate) fn next_load_end(&self) -> Option<f64> {
+        self.loader.next_end()
+    }
+
+    /// Nothing will happen any more.
+    pub(crate) fn finished(&self) -> Result<(), SimError> {
+        if self.core.has_work() {
+            return Err(SimError::Stuck { now: self.now, live: self.live.len() });
+        }
+        Ok(())
+    }
+
+    /// Requests that ended, well or not.
+    pub(crate) const fn ended(&self) -> u64 {
+        self.ended + self.failed
+    }
+
+    /// Adapters that were asked for.
+    pub(crate) fn adapters_seen(&self) -> usize {
+        self.registered.len()
+    }
+
+    /// Everything that has happened by now, in the order of time; of one moment, loads before requests.
+    pub(crate) fn handle_due(&mut self, requests: &mut impl Inbox) -> Result<(), SimError> {
+        loop {
+            let due = requests.next().filter(|request| request.arrival <= self.now).copied();
+            let load = self.loader.next_end().filter(|&end| end <= self.now);
+            match (load, due) {
+                (Some(end), request) if request.is_none_or(|request| end <= request.arrival) => {
+                    self.finish_load()?;
+                }
+                (_, Some(request)) => {
+                    self.submit(&request)?;
+                    requests.advance()?;
+                }
+                (_, None) => return Ok(()),
+            }
+        }
+    }
+
+    /// The registration of an adapter, which is made if this is the first request for it.
+    fn registration(&mut self, adapter: u32) -> Result<RegistrationId, SimError> {
+        let known = self.adapters.len();
+        let Some(shape) = self.adapters.get(adapter as usize) else {
+            return Err(SimError::field("adapter", adapter, format!("there are {known} adapters")));
         };
-        let adapters: Vec<AdapterUse> = request.adapter.map(uses).transpose()?.into_iter().collect();
+        let registration = RegistrationId { index: adapter, generation: 0 };
+        if self.registered.insert(adapter) {
+            let event = Event::Register { registration, bytes: shape.bytes, rereadable: true };
+            self.core.handle(Time(self.now), event);
+            self.carry_out_effects()?;
+        }
+        Ok(registration)
+    }
+
+    fn submit(&mut self, request: &SimRequest) -> Result<(), SimError> {
+        let registration = request.adapter.map(|adapter| self.registration(adapter)).transpose()?;
+        let uses = |registration| AdapterUse { registration, scale: 1.0, first_active: 0 };
+        let adapters: Vec<AdapterUse> = registration.into_iter().map(uses).collect();
         if let Some(one) = adapters.first() {
             if self.core.is_resident(one.registration) {
                 self.shelf.hits += 1;
@@ -235,20 +322,25 @@ impl<'a, O: Observer> VirtualEngine<'a, O> {
         self.carry_out_effects().map(drop)
     }
 
-    /// Plans a step and lets its time pass; false if nothing can run now.
-    fn step(&mut self) -> Result<bool, SimError> {
+    /// Plans a step; when it will be over, or None if nothing can run now.
+    pub(crate) fn begin_step(&mut self) -> Result<Option<f64>, SimError> {
         if !self.core.plan(Time(self.now), &mut self.plan) {
-            return Ok(false);
+            return Ok(None);
         }
         // Evictions and loads of the plan come before its step.
         self.carry_out_effects()?;
         let work = self.worker.work(&self.plan);
         let seconds = duration("a step", self.cost.step(&work))?;
         self.observer.step(self.now, &self.plan, &work, seconds);
-        let begun = self.now;
-        self.now += seconds;
         self.busy += seconds;
         self.steps += 1;
+        Ok(Some(self.now + seconds))
+    }
+
+    /// The step that was begun is over: its results are committed.
+    pub(crate) fn end_step(&mut self, end: f64) -> Result<(), SimError> {
+        let begun = self.now;
+        self.now = end;
         self.outcome.step = self.plan.step;
         self.outcome.sequences.clear();
         self.outcome.tokens.clear();
@@ -272,12 +364,11 @@ impl<'a, O: Observer> VirtualEngine<'a, O> {
             });
         }
         self.core.commit(Time(self.now), &self.outcome);
-        self.carry_out_effects()?;
-        Ok(true)
+        self.carry_out_effects().map(drop)
     }
 
     /// Carries out what the control plane wants; true if there was anything.
-    fn carry_out_effects(&mut self) -> Result<bool, SimError> {
+    pub(crate) fn carry_out_effects(&mut self) -> Result<bool, SimError> {
         let mut any = false;
         loop {
             let mut effects = std::mem::take(&mut self.effects);
@@ -298,7 +389,7 @@ impl<'a, O: Observer> VirtualEngine<'a, O> {
     fn carry_out(&mut self, effect: Effect) -> Result<(), SimError> {
         match effect {
             Effect::Load { registration, .. } => {
-                // Registered in order, and never replaced.
+                // Its index is the adapter's number, and nothing is ever replaced.
                 let adapter = registration.index;
                 let shape = self.adapters[adapter as usize];
                 let tier = self.host.read(adapter, shape.bytes);
@@ -319,9 +410,11 @@ impl<'a, O: Observer> VirtualEngine<'a, O> {
                 self.ended += 1;
                 self.end(request, None);
             }
+            Effect::RegistrationFailed { registration, message } => {
+                return Err(SimError::field("adapters", registration.index, message));
+            }
             Effect::LeaseBound(_)
             | Effect::Unloaded(_)
-            | Effect::RegistrationFailed { .. }
             | Effect::Resident(_)
             | Effect::OnDemand(_)
             | Effect::Replaced { .. } => {}
@@ -339,7 +432,7 @@ impl<'a, O: Observer> VirtualEngine<'a, O> {
         self.observer.ended(&record);
     }
 
-    fn totals(&self) -> Totals {
+    pub(crate) fn totals(&self) -> Totals {
         let stats = self.core.stats();
         Totals {
             seconds: self.now,

@@ -62,6 +62,15 @@ impl Histogram {
         0.0
     }
 
+    /// So many points of the distribution: values, and the share of all that are at most these; none if nothing was counted.
+    pub fn points(&self, count: u32) -> Vec<[f64; 2]> {
+        if self.count == 0 {
+            return Vec::new();
+        }
+        let shares = (1..=count).map(|number| f64::from(number) / f64::from(count));
+        shares.map(|share| [self.percentile(100.0 * share), share]).collect()
+    }
+
     /// Share of all that are at most `seconds`; 1 if there were none.
     pub fn share_within(&self, seconds: f64) -> f64 {
         if self.count == 0 {

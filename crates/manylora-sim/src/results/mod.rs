@@ -1,11 +1,18 @@
 //! What a run came to: a record of each request, totals, and a [`Summary`] that takes no more memory the longer a run is.
 
 mod histogram;
+mod recorder;
+mod report;
+mod slo;
 mod summary;
 
 use serde::Serialize;
 
 pub use histogram::Histogram;
+pub(crate) use recorder::Recorder;
+pub use recorder::Records;
+pub use report::{AdapterReport, ReplicaReport, Report, Spread};
+pub use slo::Slo;
 pub use summary::{AdapterSummary, Latency, Summary, SummaryOptions};
 
 /// A request that ended. Times are seconds from the run's start.
@@ -43,6 +50,12 @@ impl RequestRecord {
     /// Time to first token, in seconds.
     pub fn ttft(&self) -> Option<f64> {
         Some(self.first_token? - self.arrival)
+    }
+
+    /// Mean time between its tokens, in seconds; None if there were not two.
+    pub fn tpot(&self) -> Option<f64> {
+        (self.tokens > 1).then_some(())?;
+        Some((self.end - self.first_token?) / f64::from(self.tokens - 1))
     }
 
     /// End-to-end latency, in seconds.

@@ -95,6 +95,11 @@ impl Summary {
         (&self.e2e).into()
     }
 
+    /// All three, by name.
+    pub(crate) const fn histograms(&self) -> [(&'static str, &Histogram); 3] {
+        [("ttft", &self.ttft), ("itl", &self.gaps), ("e2e", &self.e2e)]
+    }
+
     /// Time from arrival to the first step.
     pub fn waiting(&self) -> Latency {
         (&self.waiting).into()

@@ -1,7 +1,7 @@
 //! Loads: who asks when, for which adapter, with how many tokens.
 //!
 //! [`slora`], [`punica`] and [`dlora`] are the published generators; [`synthetic`] puts any arrivals, popularity and lengths
-//! together; [`trace`] reads requests from a file. All that is drawn comes from one seed, by numpy's legacy random numbers
+//! together; [`trace`] reads requests from a file, and [`recorded`] those that an engine recorded. All that is drawn comes from one seed, by numpy's legacy random numbers
 //! ([`numpy`]), so that S-LoRA's load of a seed is the very load that its own script makes.
 
 pub mod arrivals;
@@ -10,6 +10,7 @@ pub mod lengths;
 pub mod numpy;
 pub mod popularity;
 pub mod punica;
+pub mod recorded;
 pub mod slora;
 pub mod synthetic;
 pub mod trace;

@@ -1,14 +1,17 @@
 //! Requests from a file, one JSON object a line:
 //! `{"arrival": 0.25, "adapter": "sql", "prompt_tokens": 120, "output_tokens": 40}`, and optionally `tenant`, `priority` and
-//! `prefix` (`{"group": 3, "tokens": 64}`). Adapters and tenants are names, or numbers; null or none is the base.
+//! `prefix` (`{"group": 3, "tokens": 64}`). Adapters and tenants are names, or numbers; null or none is the base. What an engine
+//! recorded (`--record-trace`) is read as well: it is known by its first line.
 
 use std::collections::HashMap;
 use std::io::BufRead;
 
 use serde::{Deserialize, Serialize};
 
+use super::recorded::Recorded;
 use super::{SharedPrefix, SimRequest};
 use crate::error::SimError;
+use crate::replay::wrong;
 
 /// A name, or a number.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -72,13 +75,18 @@ pub struct Trace {
 }
 
 impl Trace {
-    /// Reads a trace; empty lines are passed over. Lines out of order are put in order.
+    /// Reads a trace; empty lines are passed over. Lines out of order are put in order. Of a recorded trace see
+    /// [`super::recorded::Recorded`], which has more of it.
     pub fn read(source: impl BufRead) -> Result<Self, SimError> {
+        let mut source = source;
+        let begun = source.fill_buf().map_err(|error| wrong(1, "", format!("it cannot be read: {error}")))?;
+        if begun.trim_ascii_start().starts_with(b"{\"kind\"") {
+            return Ok(Recorded::read(source)?.trace);
+        }
         let (mut adapters, mut tenants) = (Names::default(), Names::default());
         let mut requests = Vec::new();
         for (number, line) in source.lines().enumerate() {
-            let wrong =
-                |value: String, message: String| SimError::field(format!("trace line {}", number + 1), value, message);
+            let wrong = |value: String, message: String| wrong(number + 1, &value, message);
             let line = line.map_err(|error| wrong(String::new(), format!("it cannot be read: {error}")))?;
             if line.trim().is_empty() {
                 continue;

@@ -11,12 +11,14 @@ use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::SystemTime;
 
+use manylora_core::trace::TracedAdapter;
 use manylora_core::{AdapterSlot, ControlPlane, Digest, Event, LoadedAdapter, RegistrationId, Time, UnloadMode};
 use manylora_model::adapter::LoadReport;
 use manylora_model::{PackedHandle, Runner};
 
 use super::command::{Given, Identified, Order, ReadAdapter, Reply};
 use super::loader::{Identify, Job, Known, changed_on_disk};
+use super::recorder::Plane;
 use super::stamp::Stamp;
 use crate::error::EngineError;
 use crate::registry::{AdapterInfo, AdapterSource, Entry, Registry};
@@ -54,7 +56,7 @@ struct Shelved {
 
 /// Who has the control plane, and the time.
 pub(super) struct Core<'a> {
-    pub(super) plane: &'a mut ControlPlane,
+    pub(super) plane: &'a mut Plane,
     pub(super) now: Time,
 }
 
@@ -213,7 +215,13 @@ impl Library {
     /// Makes a registration of the first order of a name, known to nobody yet.
     fn register(&mut self, name: &str, core: &mut Core<'_>) -> Option<RegistrationId> {
         let order = self.orders.get_mut(name)?.front_mut()?;
-        let registration = core.plane.next_registration();
+        let registration = core.plane.next_registration(|registration| TracedAdapter {
+            registration,
+            name: name.to_owned(),
+            rank: order.report.modules.values().map(|module| u64::from(module.rank)).max().unwrap_or(0),
+            bytes: order.bytes,
+            file_bytes: order.stamp.as_ref().map(Stamp::bytes),
+        });
         let (version, given) = order.read.take().map(|read| (read.version, read.content)).unzip();
         let bytes = order.bytes;
         let shelved = Shelved {

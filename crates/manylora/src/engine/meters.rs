@@ -247,6 +247,11 @@ impl Course {
         }
     }
 
+    /// When it was submitted.
+    pub(crate) const fn submitted(&self) -> Instant {
+        self.submitted
+    }
+
     /// It is part of a step that begins `now`.
     pub(crate) fn schedule(&mut self, now: Instant, cached_tokens: usize, preemptions: u32) {
         if self.scheduled.is_none() {

@@ -23,6 +23,7 @@ mod lower;
 pub mod meters;
 mod phases;
 mod processor;
+mod recorder;
 mod running;
 mod sequences;
 mod sizes;

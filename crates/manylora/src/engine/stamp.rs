@@ -41,6 +41,11 @@ impl Stamp {
         Some(Self { files, settled })
     }
 
+    /// Bytes of the file with the tensors.
+    pub(super) fn bytes(&self) -> u64 {
+        self.files[1].length
+    }
+
     /// Whether both were taken of the same state, as far as the clock's ticks tell.
     pub(super) fn agrees(&self, other: &Self) -> bool {
         self.files == other.files

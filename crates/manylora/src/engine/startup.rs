@@ -5,8 +5,11 @@ use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::{Builder, JoinHandle};
+use std::time::SystemTime;
 
-use manylora_core::{ControlPlane, Digest};
+use manylora_core::budget::NumberFormat;
+use manylora_core::trace::{TRACE_FORMAT, TRACE_VERSION, TraceHeader};
+use manylora_core::{ControlPlane, CoreConfig, Digest};
 use manylora_kernels::Backend;
 use manylora_kernels::cpu::{CpuBackend, CpuOptions, SimdLevel};
 use manylora_model::adapter::AdapterPolicy;
@@ -15,7 +18,7 @@ use manylora_model::chat::ChatTemplate;
 use manylora_model::checkpoint::{Checkpoint, GenerationDefaults};
 use manylora_model::decoder::DecoderWeights;
 use manylora_model::tokenizer::Tokenizer;
-use manylora_model::{PackedHandle, Runner};
+use manylora_model::{ModelSpec, PackedHandle, Runner};
 
 pub use manylora_model::decoder::LoadProgress;
 
@@ -26,6 +29,9 @@ use super::library::Library;
 use super::loader::{self, Job, Reader};
 use super::lower::LoweredStep;
 use super::meters::{LoadFailures, Meters};
+use super::phases::Phase;
+use super::processor;
+use super::recorder::{Plane, TraceFile, Writer};
 use super::sizes::{self, Sizes};
 use super::worker::Worker;
 use crate::config::{DType, EngineConfig};
@@ -118,12 +124,15 @@ pub(crate) struct Assembled {
     pub(crate) jobs: Receiver<Job>,
     pub(crate) discarded: Receiver<PackedHandle>,
     pub(crate) sleepers: Receiver<Vec<Sleeper>>,
+    /// Writes the trace, if there is to be one.
+    writer: Option<Writer>,
     loader_threads: usize,
 }
 
 /// Loads the base and puts the engine together.
 pub(crate) fn assemble(config: EngineConfig, progress: &mut dyn FnMut(LoadProgress)) -> Result<Assembled, EngineError> {
     check_limits(&config)?;
+    let trace = config.record_trace.as_deref().map(TraceFile::create).transpose()?;
     let checkpoint = Checkpoint::open(&config.model)?;
     let checkpoint = if config.dtype == DType::Float16 { checkpoint.within_fp16_range() } else { checkpoint };
     let spec = checkpoint.spec.clone();
@@ -131,7 +140,7 @@ pub(crate) fn assemble(config: EngineConfig, progress: &mut dyn FnMut(LoadProgre
     let tokenizer = open_tokenizer(&config, &checkpoint)?;
     let chat_template = open_template(&config, &checkpoint, tokenizer.as_ref())?;
     let (chosen, device_reason) = device::choose(&config, &spec, &mut notes)?;
-    let parts = Parts { config, checkpoint, tokenizer, chat_template, device_reason, notes };
+    let parts = Parts { config, trace, checkpoint, tokenizer, chat_template, device_reason, notes };
     match chosen {
         Chosen::Processor => on_processor(parts, progress),
         #[cfg(feature = "cuda")]
@@ -142,6 +151,7 @@ pub(crate) fn assemble(config: EngineConfig, progress: &mut dyn FnMut(LoadProgre
 /// What an engine is made from, whatever it computes on.
 struct Parts {
     config: EngineConfig,
+    trace: Option<TraceFile>,
     checkpoint: Checkpoint,
     tokenizer: Option<Tokenizer>,
     chat_template: Option<ChatTemplate>,
@@ -192,7 +202,7 @@ fn put_together<B: Backend>(
     device: Placement,
     progress: &mut dyn FnMut(LoadProgress),
 ) -> Result<Assembled, EngineError> {
-    let Parts { config, checkpoint, tokenizer, chat_template, device_reason, mut notes } = parts;
+    let Parts { config, trace, checkpoint, tokenizer, chat_template, device_reason, mut notes } = parts;
     let spec = checkpoint.spec.clone();
     let loader_threads = config.loader_threads.unwrap_or((device.threads / 4).clamp(2, 4));
     // Everything that can be refused is refused before the weights are read.
@@ -260,6 +270,12 @@ fn put_together<B: Backend>(
     let meters = Meters::new(info.max_model_len);
     let (courier, sleepers) = Courier::new();
     let inputs = (received, courier);
+    let recording = trace.and_then(|file| {
+        let number = processor::number_format(sizes.dtype);
+        Writer::new(file, header(&info, core.config(), &spec, number, loader_threads))
+    });
+    let (recorder, writer) = recording.unzip();
+    let core = Plane::new(core, recorder);
     let worker = Worker::new(core, Box::new(decoder), library, inputs, step, config.max_num_seqs, meters);
     let mut end_tokens: Vec<u32> = tokenizer.as_ref().and_then(Tokenizer::eos).into_iter().collect();
     for end in &info.generation.eos {
@@ -283,7 +299,32 @@ fn put_together<B: Backend>(
         commands,
         stopped: Arc::new(OnceLock::new()),
     };
-    Ok(Assembled { shared, worker, jobs: ordered, discarded, sleepers, loader_threads })
+    Ok(Assembled { shared, worker, jobs: ordered, discarded, sleepers, writer, loader_threads })
+}
+
+/// The first line of a trace.
+fn header(
+    info: &EngineInfo,
+    config: &CoreConfig,
+    spec: &ModelSpec,
+    number: NumberFormat,
+    loader_threads: usize,
+) -> TraceHeader {
+    let started = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    TraceHeader {
+        format: TRACE_FORMAT.to_owned(),
+        version: TRACE_VERSION,
+        program: env!("CARGO_PKG_VERSION").to_owned(),
+        started: started.as_secs_f64(),
+        config: config.clone(),
+        loader_threads,
+        model: info.base_names.clone(),
+        dimensions: sizes::model_dimensions(spec),
+        number,
+        device: info.device.clone(),
+        backend: info.backend.clone(),
+        phases: Phase::ALL.map(|phase| phase.name().to_owned()).to_vec(),
+    }
 }
 
 fn check_limits(config: &EngineConfig) -> Result<(), EngineError> {
@@ -375,7 +416,7 @@ fn engine_features(config: &EngineConfig, checkpoint: &Checkpoint) -> Vec<Engine
 }
 
 fn spawn(assembled: Assembled) -> Result<(EngineHandle, Vec<JoinHandle<()>>), EngineError> {
-    let Assembled { shared, mut worker, jobs, discarded, sleepers, loader_threads } = assembled;
+    let Assembled { shared, mut worker, jobs, discarded, sleepers, writer, loader_threads } = assembled;
     let jobs = Arc::new(Mutex::new(jobs));
     let reader = shared.reader()?;
     let mut threads = (0..loader_threads)
@@ -388,6 +429,9 @@ fn spawn(assembled: Assembled) -> Result<(EngineHandle, Vec<JoinHandle<()>>), En
     // Gives the memory of adapters back as they come.
     threads.push(thread("manylora-discard", move || discarded.into_iter().for_each(drop))?);
     threads.push(thread("manylora-courier", move || courier::run(sleepers))?);
+    if let Some(writer) = writer {
+        threads.push(thread("manylora-trace", move || writer.run())?);
+    }
     let (stopped, reader) = (Arc::clone(&shared.stopped), Arc::clone(&shared.reader));
     let engine = thread("manylora-engine", move || {
         // A panic here is a bug; callers still get an error that names it instead of waiting for ever.

@@ -8,9 +8,7 @@ use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
-use manylora_core::{
-    AdapterUsers, ControlPlane, Effect, Event, RequestId, SequenceOutcome, StepOutcome, StepPlan, Time,
-};
+use manylora_core::{AdapterUsers, Effect, Event, RequestId, SequenceOutcome, StepOutcome, StepPlan, Time};
 use manylora_kernels::LargestValues;
 use manylora_model::{ModelError, Runner};
 
@@ -22,6 +20,7 @@ use super::library::{Core, Library};
 use super::lower::LoweredStep;
 use super::meters::{LoadFailureCounts, Meters};
 use super::phases::{Phase, PhaseSeconds, Stopwatch};
+use super::recorder::Plane;
 use super::sequences::{Place, Sequences};
 use crate::error::EngineError;
 use crate::sampler::SamplerScratch;
@@ -31,7 +30,7 @@ use crate::structure::Constraint;
 const DEPARTING_POLL: Duration = Duration::from_millis(2);
 
 pub(crate) struct Worker {
-    core: ControlPlane,
+    core: Plane,
     pub(super) runner: Box<dyn Runner>,
     library: Library,
     commands: Receiver<Command>,
@@ -64,7 +63,7 @@ pub(crate) struct Worker {
 
 impl Worker {
     pub(crate) fn new(
-        core: ControlPlane,
+        core: Plane,
         runner: Box<dyn Runner>,
         library: Library,
         (commands, courier): (Receiver<Command>, Courier),
@@ -79,12 +78,12 @@ impl Worker {
         };
         let greedy = vec![0; runner.max_logit_rows()];
         Self {
+            clock: core.clock(),
             core,
             runner,
             library,
             commands,
             courier,
-            clock: Instant::now(),
             sequences: Sequences::default(),
             steps: 0,
             streamed_bytes: 0,
@@ -119,9 +118,11 @@ impl Worker {
             // Effects may have made something runnable that was not when the step was planned.
             let changed = self.carry_out_effects();
             self.spent(Phase::Deliver);
+            self.core.turned(&self.phase_seconds);
             if ran || changed {
                 continue;
             }
+            self.core.rests();
             let command = if self.library.has_departing() {
                 // Holds are dropped on callers' threads without a word to this one.
                 self.commands.recv_timeout(DEPARTING_POLL)
@@ -182,8 +183,9 @@ impl Worker {
                         self.meters.look_up(resident);
                         sequence.course.resident &= resident;
                     }
+                    let submitted = sequence.course.submitted();
                     self.sequences.insert(request.id, sequence);
-                    self.core.handle(now, Event::Submit(request));
+                    self.core.submit(now, request, submitted);
                 }
                 drop(holds);
             }
@@ -220,7 +222,7 @@ impl Worker {
                 // To look is nobody's time, lest looking changed what is seen.
                 self.watch.lap();
             }
-            Command::ResetPrefixCache(reply) => drop(reply.send(Ok(self.core.reset_prefix_cache()))),
+            Command::ResetPrefixCache(reply) => drop(reply.send(Ok(self.core.reset_prefix_cache(now)))),
             Command::Shutdown => {}
         }
         self.carry_out_effects();
@@ -334,7 +336,8 @@ impl Worker {
 
     /// Plans and runs one step; false if nothing can run now.
     pub(crate) fn step(&mut self) -> Result<bool, ModelError> {
-        if !self.core.plan(self.now(), &mut self.plan) {
+        let now = self.now();
+        if !self.core.plan(now, &mut self.plan) {
             return Ok(false);
         }
         self.carry_out_evictions();
@@ -383,7 +386,8 @@ impl Worker {
         }
         self.push_tokens();
         self.spent(Phase::Text);
-        self.core.commit(self.now(), &self.outcome);
+        let now = self.now();
+        self.core.commit(now, &self.plan, &self.outcome);
         Ok(())
     }
 
