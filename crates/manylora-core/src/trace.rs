@@ -265,6 +265,9 @@ pub struct TracedOutcome {
     /// Sequences that brought another number of tokens than their plan has them bring.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub others: Vec<(RequestId, u32)>,
+    /// Names of the blocks that sequences have filled with the tokens they got.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub filled: Vec<(RequestId, BlockName)>,
 }
 
 /// How a request ended.
@@ -304,9 +307,6 @@ pub struct TracedEnd {
     pub reason: TracedReason,
     /// Tokens that it generated; None if lines of it were lost.
     pub tokens: Option<u64>,
-    /// Names of the full blocks of its sequence that are not its prompt's alone.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub blocks: Vec<BlockName>,
 }
 
 /// An [`Effect`] as a trace has it.
@@ -426,13 +426,13 @@ mod tests {
                 step: 9,
                 stopped: vec![RequestId(4)],
                 others: vec![(RequestId(5), 0)],
+                filled: vec![(RequestId(6), BlockName((1 << 52) - 1))],
             }),
             TraceLine::End(TracedEnd {
                 time: Time(2.5),
                 id: RequestId(4),
                 reason: TracedReason::Stop,
                 tokens: Some(12),
-                blocks: vec![BlockName((1 << 52) - 1)],
             }),
         ];
         for line in lines {

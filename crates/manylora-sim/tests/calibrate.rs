@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use manylora_core::budget::{ModelDimensions, NumberFormat};
 use manylora_core::trace::{
-    BlockName, Decision, TRACE_FORMAT, TRACE_VERSION, TraceHeader, TraceLine, TracedAdapter, TracedEnd, TracedLoad,
+    Decision, TRACE_FORMAT, TRACE_VERSION, TraceHeader, TraceLine, TracedAdapter, TracedEnd, TracedLoad,
     TracedLoadResult, TracedOutcome, TracedRequest, TracedSequence, TracedStep,
 };
 use manylora_core::{
@@ -102,7 +102,7 @@ impl Maker {
                 Decision::Effect(effect) => TraceLine::Effect { time, effect },
                 Decision::End(id, reason) => {
                     let tokens = Some(4 + id.0 % 9);
-                    TraceLine::End(TracedEnd { time, id, reason, tokens, blocks: Vec::<BlockName>::new() })
+                    TraceLine::End(TracedEnd { time, id, reason, tokens })
                 }
             });
             if let Effect::Load { registration, .. } = effect {
@@ -207,6 +207,7 @@ impl Maker {
             step: plan.step,
             stopped: Vec::new(),
             others: Vec::new(),
+            filled: Vec::new(),
         }));
         self.core.commit(time, &outcome);
         self.effects();

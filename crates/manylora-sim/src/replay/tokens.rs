@@ -14,7 +14,7 @@ use crate::error::SimError;
 pub(super) struct Tokens {
     block_size: usize,
     numbers: HashMap<BlockName, u32>,
-    /// Blocks that sequences filled with what they generated: known at their end, needed before.
+    /// Blocks that sequences filled with what they generated: known when they are full, needed before.
     generated: HashMap<RequestId, Vec<BlockName>>,
     next: u32,
 }
@@ -30,22 +30,22 @@ pub(super) struct Sequence {
 }
 
 impl Tokens {
-    /// Looks through a trace for what sequences come to.
+    /// Looks through a trace for the blocks that sequences come to.
     pub(super) fn of_trace(source: impl BufRead, block_size: usize) -> Result<Self, SimError> {
         let mut lines = Lines::new(source);
-        let mut generated = HashMap::new();
+        let mut generated: HashMap<RequestId, Vec<BlockName>> = HashMap::new();
         while let Some((number, text)) = lines.text()? {
-            // Most lines are steps, which need not be read here.
-            if !(text.starts_with("{\"kind\":\"end\"") || text.starts_with("{\"kind\":\"unfinished\"")) {
+            // Most lines are of no interest here, and need not be understood.
+            if !(text.starts_with("{\"kind\":\"outcome\"") && text.contains("\"filled\"")) {
                 continue;
             }
             if !text.ends_with('\n') {
                 break;
             }
-            if let TraceLine::End(end) | TraceLine::Unfinished(end) = super::lines::parse(number, text)?
-                && !end.blocks.is_empty()
-            {
-                generated.insert(end.id, end.blocks);
+            if let TraceLine::Outcome(outcome) = super::lines::parse(number, text)? {
+                for (id, name) in outcome.filled {
+                    generated.entry(id).or_default().push(name);
+                }
             }
         }
         Ok(Self { block_size, numbers: HashMap::new(), generated, next: 0 })

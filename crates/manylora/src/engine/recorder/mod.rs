@@ -171,7 +171,13 @@ impl Recorder {
     }
 
     fn committed(&mut self, now: Time, plan: &StepPlan, outcome: &StepOutcome) {
-        let mut line = TracedOutcome { time: now, step: outcome.step, stopped: Vec::new(), others: Vec::new() };
+        let mut line = TracedOutcome {
+            time: now,
+            step: outcome.step,
+            stopped: Vec::new(),
+            others: Vec::new(),
+            filled: Vec::new(),
+        };
         let mut tokens = Vec::with_capacity(outcome.tokens.len());
         for (planned, result) in plan.sequences.iter().zip(&outcome.sequences) {
             let first = result.first_token as usize;

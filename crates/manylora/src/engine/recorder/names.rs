@@ -11,14 +11,12 @@ const BITS: u32 = 52;
 
 /// A sequence whose names are not all known yet.
 #[derive(Debug, Default)]
-pub(super) struct Named {
+struct Named {
     last: Option<BlockName>,
     /// Tokens of the block that is not full.
     rest: Vec<u32>,
     /// Tokens that were generated.
-    pub(super) generated: u64,
-    /// Names of the blocks that became full by these.
-    pub(super) blocks: Vec<BlockName>,
+    generated: u64,
 }
 
 /// Gives names, under a key that is drawn here and kept nowhere.
@@ -60,30 +58,32 @@ impl Names {
         blocks
     }
 
-    /// A sequence got a token.
-    pub(super) fn push(&mut self, id: RequestId, token: u32) {
-        let Some(mut named) = self.live.remove(&id) else { return };
+    /// A sequence got a token; the name of the block that is full by that.
+    pub(super) fn push(&mut self, id: RequestId, token: u32) -> Option<BlockName> {
+        let mut named = self.live.remove(&id)?;
+        let mut filled = None;
         named.generated += 1;
         if let Some(size) = self.block_size {
             named.rest.push(token);
             if named.rest.len() == size {
                 let name = self.name((named.last.map(|last| last.0), named.rest.as_slice()));
                 named.last = Some(name);
-                named.blocks.push(name);
                 named.rest.clear();
+                filled = Some(name);
             }
         }
         self.live.insert(id, named);
+        filled
     }
 
-    /// A sequence ended. None if it is not known: its beginning was lost.
-    pub(super) fn end(&mut self, id: RequestId) -> Option<Named> {
-        self.live.remove(&id)
+    /// A sequence ended; tokens that it generated. None if it is not known: lines of it were lost.
+    pub(super) fn end(&mut self, id: RequestId) -> Option<u64> {
+        self.live.remove(&id).map(|named| named.generated)
     }
 
-    /// All that have not ended, by id.
-    pub(super) fn take_all(&mut self) -> Vec<(RequestId, Named)> {
-        let mut all: Vec<_> = self.live.drain().collect();
+    /// All that have not ended, by id, and tokens that they generated.
+    pub(super) fn take_all(&mut self) -> Vec<(RequestId, u64)> {
+        let mut all: Vec<_> = self.live.drain().map(|(id, named)| (id, named.generated)).collect();
         all.sort_unstable_by_key(|&(id, _)| id);
         all
     }

@@ -78,18 +78,15 @@ impl Writer {
                 line.blocks = self.names.begin(line.id, &prompt);
                 self.put(&TraceLine::Submit(*line))
             }
-            Note::Outcome { line, tokens } => {
-                for (id, token) in tokens {
-                    self.names.push(id, token);
-                }
+            Note::Outcome { mut line, tokens } => {
+                let filled = tokens.into_iter().filter_map(|(id, token)| Some((id, self.names.push(id, token)?)));
+                line.filled = filled.collect();
                 self.put(&TraceLine::Outcome(line))
             }
             Note::Decided { time, decision: Decision::Effect(effect) } => self.put(&TraceLine::Effect { time, effect }),
             Note::Decided { time, decision: Decision::End(id, reason) } => {
-                let named = self.names.end(id);
-                let tokens = named.as_ref().map(|named| named.generated);
-                let blocks = named.map(|named| named.blocks).unwrap_or_default();
-                self.put(&TraceLine::End(TracedEnd { time, id, reason, tokens, blocks }))
+                let tokens = self.names.end(id);
+                self.put(&TraceLine::End(TracedEnd { time, id, reason, tokens }))
             }
             Note::Dropped(lines) => {
                 tracing::warn!(
@@ -106,9 +103,9 @@ impl Writer {
 
     fn unfinished(&mut self) -> io::Result<()> {
         let time = Time(self.clock.elapsed().as_secs_f64());
-        for (id, named) in self.names.take_all() {
-            let (tokens, blocks) = (Some(named.generated), named.blocks);
-            self.put(&TraceLine::Unfinished(TracedEnd { time, id, reason: TracedReason::Unfinished, tokens, blocks }))?;
+        for (id, tokens) in self.names.take_all() {
+            let (reason, tokens) = (TracedReason::Unfinished, Some(tokens));
+            self.put(&TraceLine::Unfinished(TracedEnd { time, id, reason, tokens }))?;
         }
         Ok(())
     }
