@@ -48,7 +48,9 @@ def judge(reports: dict[str, dict[str, Any]], ties: dict[str, float]) -> tuple[d
         }
         for name, counts in outcome[engine].items():
             unreadable = f", {counts['unreadable']} in a token that it does not show" if counts["unreadable"] else ""
-            print(f"{engine}, {name}: {counts['equal']} tokens as PEFT's, {counts['ties']} rows end in a tie{unreadable}")
+            print(
+                f"{engine}, {name}: {counts['equal']} tokens as PEFT's, {counts['ties']} rows end in a tie{unreadable}"
+            )
             if counts["different"]:
                 print(f"WARNING: {engine} differs from PEFT in {counts['different']} rows of `{name}` beyond a tie")
                 well = False

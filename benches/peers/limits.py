@@ -11,4 +11,8 @@ SECONDS = 0.5
 
 if __name__ == "__main__":
     threads = int(sys.argv[1])
-    print(json.dumps({"bandwidth": _core.read_bandwidth(threads, SECONDS), "peak": _core.arithmetic_peak(threads, SECONDS)}))
+    print(
+        json.dumps(
+            {"bandwidth": _core.read_bandwidth(threads, SECONDS), "peak": _core.arithmetic_peak(threads, SECONDS)}
+        )
+    )

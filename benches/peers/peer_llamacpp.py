@@ -1,6 +1,5 @@
-"""llama.cpp, through the C interface that its Python binding exposes: many sequences in one batch, greedy, the base only."""
+"""llama.cpp, through the C interface that its Python binding exposes: many sequences in one batch, the base only."""
 
-import ctypes
 from importlib.metadata import version
 from typing import Any
 

@@ -95,7 +95,9 @@ def table(result: Result) -> Iterator[str]:
             yield below
             continue
         calls = [values["cases"].get(case.name, {}).get("load_call_ms") for values in medians.values()]
-        yield f"{'  its load call, ms':<{wide}}" + "".join(f"{'-' if call is None else f'{call:.1f}':>20}" for call in calls)
+        yield f"{'  its load call, ms':<{wide}}" + "".join(
+            f"{'-' if call is None else f'{call:.1f}':>20}" for call in calls
+        )
     rest = {
         "peak memory, GB": [f"{values['peak_rss_bytes'] / 1e9:.2f}" for values in medians.values()],
         "loading, seconds": [f"{values['load_seconds']:.1f}" for values in medians.values()],

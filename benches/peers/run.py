@@ -44,7 +44,9 @@ class Bench:
         self.pythons = {name: environments.python(arguments.venvs, name) for name in names}
         for name, path in self.pythons.items():
             if not path.exists():
-                sys.exit(f"`{path}` is missing: run `run.py setup --only {name}`, or leave the engine out with --engines")
+                sys.exit(
+                    f"`{path}` is missing: run `run.py setup --only {name}`, or leave the engine out with --engines"
+                )
 
     def prepare(self) -> None:
         """Write the model, the adapters, and what engines want instead of safetensors, unless they are there."""
@@ -78,7 +80,9 @@ class Bench:
         if len(preloaded) != len(environments.PRELOADED.get(name, ())):
             sys.exit(f"`{libraries}` should have {environments.PRELOADED[name]}: run `run.py setup --only {name}`")
         preload = {"LD_PRELOAD": ":".join(str(path.resolve()) for path in preloaded)} if preloaded else {}
-        return os.environ | threads | offline | preload
+        # What engines compile for themselves is kept from round to round.
+        kept = str(self.folder / "compiled")
+        return os.environ | threads | offline | {"VLLM_CACHE_ROOT": kept, "TORCHINDUCTOR_CACHE_DIR": kept} | preload
 
     def limits(self) -> dict[str, float]:
         """What the machine can do at most at this moment."""
@@ -125,11 +129,11 @@ class Bench:
     def wanted(self, engine: str) -> list[Case]:
         """The cases that were asked for and that the engine can do."""
         words = self.arguments.cases or [""]
-        return [
-            case
-            for case in CASES
-            if case.needs in ENGINES[engine].can and any(word in case.name for word in words)
-        ]
+        return [case for case in self.possible(engine, CASES) if any(word in case.name for word in words)]
+
+    def possible(self, engine: str, cases: tuple[Case, ...]) -> list[Case]:
+        """The cases that the engine can do."""
+        return [case for case in cases if case.needs in ENGINES[engine].can]
 
 
 def begin(bench: Bench, path: Path) -> dict[str, Any]:
@@ -139,14 +143,18 @@ def begin(bench: Bench, path: Path) -> dict[str, Any]:
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         for name, value in settings.items():
             if result.get(name) != value:
-                sys.exit(f"`{path}` was measured with {name} {result.get(name)}, this is {value}: give another --output")
+                sys.exit(
+                    f"`{path}` was measured with {name} {result.get(name)}, this is {value}: give another --output"
+                )
         print(f"going on with {path}: {len(result['rounds'])} processes were measured")
         return result
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         **settings,
         "model": f"random bf16 weights, {ADAPTERS} adapters of rank {RANK} on all linear maps",
-        "cases": {case.name: {"rows": len(case.adapters), "prompt": case.prompt, "tokens": case.tokens} for case in CASES},
+        "cases": {
+            case.name: {"rows": len(case.adapters), "prompt": case.prompt, "tokens": case.tokens} for case in CASES
+        },
         "rounds": [],
     }
 
@@ -165,9 +173,7 @@ def measure(arguments: argparse.Namespace) -> None:
             before = [entry for entry in result["rounds"] if (entry["round"], entry["engine"]) == (turn, engine)]
             measured = {name for entry in before for name in entry["results"]}
             # A case keeps its prompts, whichever cases are measured.
-            cases = [
-                case.plan(CASES.index(case)) for case in bench.wanted(engine) if case.name not in measured
-            ]
+            cases = [case.plan(CASES.index(case)) for case in bench.wanted(engine) if case.name not in measured]
             if engine in failed or not cases:
                 continue
             limits = [bench.limits()]
@@ -206,7 +212,7 @@ def check_agreement(bench: Bench, path: Path, without: set[str]) -> None:
     reports, ties = {}, {}
     for engine in engines:
         # The same prompts in all cases, so that the base and adapters can be told apart.
-        cases = [case.plan(0) | {"tokens": COMPARED_TOKENS} for case in bench.wanted(engine) if case.name in COMPARED]
+        cases = [case.plan(0) | {"tokens": COMPARED_TOKENS} for case in bench.possible(engine, COMPARED)]
         own = ENGINES[engine].files == "gguf"
         dtype = ENGINES[engine].dtype() if own else "float32"
         ties[engine] = agreement.ROUNDED_TIE if own else agreement.TIE
@@ -257,7 +263,9 @@ def main() -> None:
     common.add_argument("--engines", nargs="+", choices=ENGINES, help="all if not given")
     common.add_argument("--cases", nargs="+", metavar="WORDS", help="cases whose names have one of these in them")
     common.add_argument("--threads", type=int, help="of each engine; all cores if not given")
-    common.add_argument("--seconds-per-case", type=float, default=5.0, help="a case is repeated until it took this long")
+    common.add_argument(
+        "--seconds-per-case", type=float, default=5.0, help="a case is repeated until it took this long"
+    )
     one = commands.add_parser("measure", parents=[common], help="run the rounds that the result file lacks")
     one.add_argument("--rounds", type=int, default=3)
     one.add_argument("--output", type=Path, help="result file; results/DATE-SIMD.json if not given")

@@ -129,8 +129,9 @@ class Measurement:
         """Time every case."""
         results = {}
         for case in self.plan["cases"]:
-            warm = prompts(len(case["adapters"]), 8, self.plan["vocab"], case["seed"])
-            self.peer.generate(warm, case["adapters"], 2)
+            # The same lengths: engines make some of their code for them.
+            warm = prompts(len(case["adapters"]), case["prompt"], self.plan["vocab"], case["seed"])
+            self.peer.generate(warm, case["adapters"], min(2, case["tokens"]))
             begin = time.perf_counter()
             results[case["name"]] = getattr(self, case["kind"])(case) | {"took": time.perf_counter() - begin}
         return results
@@ -144,7 +145,11 @@ def measure(plan: dict[str, Any], peer: Loaded) -> dict[str, Any]:
 def agreement(plan: dict[str, Any], peer: Loaded) -> dict[str, Any]:
     """The greedy tokens of every case, to compare engines with each other."""
     results = {}
+    resident = set(range(len(plan["adapters"])))
     for case in plan["cases"]:
+        if not peer.loads_on_request and peer.load_adapter is not None:
+            for index in set(case["adapters"]) - resident - {None}:
+                peer.load_adapter(index)
         batch = prompts(len(case["adapters"]), case["prompt"], plan["vocab"], case["seed"])
         results[case["name"]] = {"tokens": peer.generate(batch, case["adapters"], case["tokens"])}
         if peer.margins is not None:
