@@ -8,7 +8,7 @@ import numpy as np
 import worker
 
 # Most rows, and tokens of a row, of the cases.
-SEQUENCES, CONTEXT = 32, 1024
+SEQUENCES, CONTEXT = 32, 768
 
 
 class Batch:
@@ -37,8 +37,8 @@ def load(plan: dict[str, Any]) -> worker.Loaded:
         raise RuntimeError(f"llama.cpp did not load `{plan['model']}`")
     wanted = llama_cpp.llama_context_default_params()
     wanted.n_ctx, wanted.n_seq_max = SEQUENCES * CONTEXT, SEQUENCES
-    # Prompts are computed in pieces of the default size; keys and values lie in one buffer for all sequences.
-    wanted.n_batch, wanted.kv_unified = 2048, True
+    # Every sequence has keys and values of its own: no row looks at others' to mask them.
+    wanted.n_batch, wanted.kv_unified = 2048, False
     wanted.n_threads = wanted.n_threads_batch = plan["threads"]
     context = llama_cpp.llama_init_from_model(model, wanted)
     if not context:
@@ -59,7 +59,8 @@ def load(plan: dict[str, Any]) -> worker.Loaded:
     def generate(prompts: list[list[int]], rows: worker.Adapters, tokens: int) -> list[list[int]]:
         if any(row is not None for row in rows):
             raise ValueError("llama.cpp has its adapters for the whole context: only the base is measured here")
-        llama_cpp.llama_memory_clear(memory, True)
+        # Forgets; what lies there need not be overwritten.
+        llama_cpp.llama_memory_clear(memory, False)
         found: list[list[int]] = [[] for _ in prompts]
         for sequence, prompt in enumerate(prompts):
             # A batch ends where a prompt does.

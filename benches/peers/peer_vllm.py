@@ -8,7 +8,7 @@ import os
 from importlib.metadata import version
 from typing import Any
 
-# One process: its memory is then this one's, and threads are bound once.
+# One process: its memory is this one's, and it keeps no core for a scheduler of its own, which would be half of two.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import worker

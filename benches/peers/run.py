@@ -39,7 +39,7 @@ class Bench:
         self.arguments = arguments
         self.engines = arguments.engines or list(ENGINES)
         self.threads = arguments.threads or len(os.sched_getaffinity(0))
-        self.folder = arguments.models / arguments.shape
+        self.folder: Path = arguments.models / arguments.shape
         names = dict.fromkeys(["bench", "manylora", *(ENGINES[engine].name for engine in self.engines)])
         self.pythons = {name: environments.python(arguments.venvs, name) for name in names}
         for name, path in self.pythons.items():
@@ -122,7 +122,7 @@ class Bench:
             if ended.returncode != 0 or not (folder / "report.json").exists():
                 print((folder / "log").read_text(encoding="utf-8", errors="replace")[-4000:], file=sys.stderr)
                 raise EngineError(f"{engine} ended with {ended.returncode}; the end of its output is above")
-            found = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+            found: dict[str, Any] = json.loads((folder / "report.json").read_text(encoding="utf-8"))
         # How many cores everything else on the machine kept busy meanwhile.
         return found | {"wall_seconds": elapsed, "other_busy_cores": max(0.0, others / elapsed)}
 
@@ -264,7 +264,7 @@ def main() -> None:
     common.add_argument("--cases", nargs="+", metavar="WORDS", help="cases whose names have one of these in them")
     common.add_argument("--threads", type=int, help="of each engine; all cores if not given")
     common.add_argument(
-        "--seconds-per-case", type=float, default=5.0, help="a case is repeated until it took this long"
+        "--seconds-per-case", type=float, default=3.0, help="a case is repeated until it took this long"
     )
     one = commands.add_parser("measure", parents=[common], help="run the rounds that the result file lacks")
     one.add_argument("--rounds", type=int, default=3)

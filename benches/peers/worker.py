@@ -144,7 +144,7 @@ def measure(plan: dict[str, Any], peer: Loaded) -> dict[str, Any]:
 
 def agreement(plan: dict[str, Any], peer: Loaded) -> dict[str, Any]:
     """The greedy tokens of every case, to compare engines with each other."""
-    results = {}
+    results: dict[str, Any] = {}
     resident = set(range(len(plan["adapters"])))
     for case in plan["cases"]:
         if not peer.loads_on_request and peer.load_adapter is not None:
