@@ -79,7 +79,7 @@ CASES = (
     decode("8 rows on one adapter", [0] * 8),
     decode("32 rows on one adapter", [0] * 32),
     Case("prefill, 512 tokens on an adapter", "prefill", (0,), 512, 1),
-    Case("first token, cold adapter", "cold", (0,), 64, 1),
+    Case("first token, cold adapter", "cold", (0,), 16, 1),
     decode("8 rows on 8 adapters", in_turn(8)),
     decode("32 rows on 8 adapters", in_turn(32)),
 )

@@ -42,7 +42,7 @@ def panel(axis: Axes, result: dict[str, Any], case: Case) -> None:
         # In the figure of milliseconds, noise may be below zero.
         axis.bar(index, middle, color=colour, yerr=[[middle - min(rounds)], [max(rounds) - middle]], capsize=3)
         value = result["medians"][engine]["cases"][case.name]["value"]
-        label = f"{value:.3g}" if value is not None else ""
+        label = "" if value is None else f"{value:.{int(value < 100)}f}"
         axis.annotate(label, (index, max(rounds)), (0, 3), textcoords="offset points", ha="center", fontsize=7)
     if case.kind != "cold":
         axis.axhline(1, color="grey", linewidth=0.8, linestyle="--")

@@ -76,11 +76,11 @@ class Measurement:
             raise RuntimeError(f"{case['name']}: {[len(row) for row in rows]} new tokens instead of {tokens} each")
         return elapsed
 
-    def repeats(self, one: Callable[[int], list[float]], most: int = MOST_REPEATS) -> list[list[float]]:
+    def repeats(self, one: Callable[[int], list[float]]) -> list[list[float]]:
         """Repeat: a fast engine's difference is small, it gets the time of a slow one's single turn for several."""
         found: list[list[float]] = []
         begin = time.perf_counter()
-        while len(found) < most and (not found or time.perf_counter() - begin < self.plan["seconds_per_case"]):
+        while len(found) < MOST_REPEATS and (not found or time.perf_counter() - begin < self.plan["seconds_per_case"]):
             found.append(one(len(found)))
         return found
 
@@ -118,7 +118,7 @@ class Measurement:
             request = self.seconds(case, 1, 2 * turn + 1, [fresh])
             return [resident, request if self.peer.loads_on_request else call + request, call]
 
-        times = self.repeats(one, cold // 2)
+        times = [one(turn) for turn in range(cold // 2)]
         return {
             "value": 1000 * statistics.median(cold - resident for resident, cold, _ in times),
             "load_call_ms": 1000 * statistics.median(call for *_, call in times),
