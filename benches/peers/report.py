@@ -1,7 +1,7 @@
 """Medians of the rounds, their ratios, and the table."""
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cases import CASES, Case
@@ -17,7 +17,7 @@ def fraction(entry: Result, case: Case, shape: str) -> float | None:
     return None if floor is None or value is None else value / floor
 
 
-def median(values: list[float | None]) -> float | None:
+def median(values: Sequence[float | None]) -> float | None:
     """The median of those that could be measured."""
     valid = [value for value in values if value is not None]
     return statistics.median(valid) if valid else None
