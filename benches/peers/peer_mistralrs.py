@@ -16,7 +16,11 @@ def load(plan: dict[str, Any]) -> worker.Loaded:
     from mistralrs import ChatCompletionRequest, LoraAdapter, Runner, Which
 
     adapters = [LoraAdapter(f"adapter-{index}", path) for index, path in enumerate(plan["adapters"])]
-    runner = Runner(which=Which.Lora(model_id=plan["model"], adapters=adapters), max_seqs=32, prefix_cache_n=0)
+    which = Which.Lora(model_id=plan["model"], adapters=adapters, max_adapters=len(worker.adapter_paths(plan)))
+    runner = Runner(which=which, max_seqs=32, prefix_cache_n=0)
+
+    def load_adapter(index: int) -> None:
+        runner.load_lora_adapter(f"adapter-{index}", worker.adapter_paths(plan)[index])
 
     def generate(prompts: list[list[int]], rows: worker.Adapters, tokens: int) -> list[list[int]]:
         streams = []
@@ -45,7 +49,7 @@ def load(plan: dict[str, Any]) -> worker.Loaded:
         # Other bytes cannot be told from the text; how many tokens there are is what the engine says.
         return found if len(found) == tokens else [worker.UNREADABLE] * tokens
 
-    return worker.Loaded(generate, {"mistralrs": version("mistralrs")}, "its own choice")
+    return worker.Loaded(generate, {"mistralrs": version("mistralrs")}, "its own choice", load_adapter)
 
 
 if __name__ == "__main__":

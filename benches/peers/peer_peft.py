@@ -18,13 +18,14 @@ def load(plan: dict[str, Any]) -> worker.Loaded:
     base.generation_config.pad_token_id = 0
     adapted: list[PeftModel] = []
 
+    def load_adapter(index: int) -> None:
+        adapted[0].load_adapter(worker.adapter_paths(plan)[index], adapter_name=f"adapter-{index}")
+
     def with_adapters() -> PeftModel:
         if not adapted:
-            first, *others = plan["adapters"]
-            model = PeftModel.from_pretrained(base, first, adapter_name="adapter-0")
-            for index, path in enumerate(others, start=1):
-                model.load_adapter(path, adapter_name=f"adapter-{index}")
-            adapted.append(model.eval())
+            adapted.append(PeftModel.from_pretrained(base, plan["adapters"][0], adapter_name="adapter-0").eval())
+            for index in range(1, len(plan["adapters"])):
+                load_adapter(index)
         return adapted[0]
 
     def run(prompts: list[list[int]], rows: worker.Adapters, tokens: int, **options: Any) -> Any:
@@ -37,17 +38,19 @@ def load(plan: dict[str, Any]) -> worker.Loaded:
             "return_dict_in_generate": True,
             **options,
         }
-        with torch.inference_mode():
-            if all(index is None for index in rows):
-                if adapted:
-                    raise RuntimeError("base cases come first: PEFT's layers cannot be taken off again at no cost")
-                return base.generate(**wanted)
+        if all(index is None for index in rows):
+            if adapted:
+                raise RuntimeError("base cases come first: PEFT's layers cannot be taken off again at no cost")
+            model = base
+        else:
+            # Outside of inference mode, in which nothing can be loaded later.
+            model = with_adapters()
             if len(set(rows)) == 1:
-                model = with_adapters()
                 model.set_adapter(f"adapter-{rows[0]}")
-                return model.generate(**wanted)
-            names = ["__base__" if index is None else f"adapter-{index}" for index in rows]
-            return with_adapters().generate(**wanted, adapter_names=names)
+            else:
+                wanted["adapter_names"] = ["__base__" if index is None else f"adapter-{index}" for index in rows]
+        with torch.inference_mode():
+            return model.generate(**wanted)
 
     def generate(prompts: list[list[int]], rows: worker.Adapters, tokens: int) -> list[list[int]]:
         return run(prompts, rows, tokens).sequences[:, len(prompts[0]) :].tolist()
@@ -58,7 +61,8 @@ def load(plan: dict[str, Any]) -> worker.Loaded:
         return ((best[..., 0] - best[..., 1]) / logits.abs().amax(dim=-1)).tolist()
 
     names = ("torch", "transformers", "peft")
-    return worker.Loaded(generate, {name: version(name) for name in names}, plan["dtype"], margins)
+    versions = {name: version(name) for name in names}
+    return worker.Loaded(generate, versions, plan["dtype"], load_adapter, margins=margins)
 
 
 if __name__ == "__main__":

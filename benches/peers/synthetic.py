@@ -2,47 +2,12 @@
 
 import argparse
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from shapes import ADAPTERS, COLD_ADAPTERS, RANK, SHAPES, Shape
 
-ADAPTERS = 8
-RANK = 16
 BYTES = 256
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A Qwen2 decoder with tied embeddings."""
-
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """Outputs and inputs of a layer's linear maps."""
-        query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return {
-            "self_attn.q_proj": (query, self.hidden),
-            "self_attn.k_proj": (kv, self.hidden),
-            "self_attn.v_proj": (kv, self.hidden),
-            "self_attn.o_proj": (self.hidden, query),
-            "mlp.gate_proj": (self.intermediate, self.hidden),
-            "mlp.up_proj": (self.intermediate, self.hidden),
-            "mlp.down_proj": (self.hidden, self.intermediate),
-        }
-
-
-SHAPES = {
-    "half-billion": Shape(896, 4864, 24, 14, 2, 64, 151_936),
-    # Only shows that everything runs.
-    "small": Shape(128, 256, 2, 2, 1, 64, 4096),
-}
 
 
 def bf16(values: np.ndarray) -> bytes:
@@ -217,13 +182,17 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="half-billion")
     arguments = parser.parse_args()
-    shape, done = SHAPES[arguments.shape], arguments.folder / "complete"
-    if done.exists():
-        return
-    write_model(arguments.folder / "base", shape)
-    for index in range(ADAPTERS):
-        write_adapter(arguments.folder / f"adapter-{index}", shape, seed=100 + index)
-    done.touch()
+    shape = SHAPES[arguments.shape]
+    parts = {"base": lambda folder: write_model(folder, shape)}
+    for index in range(ADAPTERS + COLD_ADAPTERS):
+        parts[f"adapter-{index}"] = lambda folder, seed=100 + index: write_adapter(folder, shape, seed)
+    for name, write in parts.items():
+        folder = arguments.folder / name
+        # Its name says that it is whole.
+        if not folder.exists():
+            part = arguments.folder / f"{name}.part"
+            write(part)
+            part.rename(folder)
 
 
 if __name__ == "__main__":

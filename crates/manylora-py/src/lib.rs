@@ -27,7 +27,7 @@ mod _core {
     #[pymodule_export]
     use super::engine::{Engine, Stream};
     #[pymodule_export]
-    use super::limits::read_bandwidth;
+    use super::limits::{arithmetic_peak, read_bandwidth};
     #[pymodule_export]
     use super::log::set_log;
     #[pymodule_export]
