@@ -81,7 +81,9 @@ fn robust<const N: usize>(rows: &[([f64; N], f64)]) -> Vec<f64> {
     let measured: f64 = rows.iter().map(|row| row.1).sum();
     let sum: f64 = rows.iter().map(|row| fitted(row, &found)).sum();
     if sum > 0.0 {
-        found.iter_mut().for_each(|seconds| *seconds *= measured / sum);
+        for seconds in &mut found {
+            *seconds *= measured / sum;
+        }
     }
     found
 }

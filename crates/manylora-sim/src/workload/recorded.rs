@@ -111,12 +111,12 @@ impl Reader {
             found.ok_or_else(|| wrong(number, &format!("{registration:?}"), "no line before it registers this adapter"))
         };
         let adapter = request.adapters.first().map(|one| find(&one.registration)).transpose()?;
-        let tenant = request.tenant.map(|name| match self.tenants.iter().position(|known| *known == name) {
-            Some(place) => place as u32,
-            None => {
+        let tenant = request.tenant.map(|name| {
+            let known = self.tenants.iter().position(|known| *known == name);
+            known.unwrap_or_else(|| {
                 self.tenants.push(name);
-                (self.tenants.len() - 1) as u32
-            }
+                self.tenants.len() - 1
+            }) as u32
         });
         let known = SimRequest {
             tenant,
