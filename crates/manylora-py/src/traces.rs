@@ -1,4 +1,5 @@
 //! Traces that an engine recorded: replayed, and fitted to.
+#![expect(clippy::needless_pass_by_value, reason = "what Python hands over is owned")]
 
 use std::fs::File;
 use std::io::BufReader;
