@@ -183,7 +183,7 @@ impl Maker {
         let sequences: Vec<TracedSequence> = plan.sequences.iter().map(TracedSequence::from).collect();
         let context = plan.sequences.iter().map(|one| u64::from(one.first_position + one.rows)).sum();
         let mut seconds = step_seconds(rows, sequences.len() as u64, context, adapters);
-        if self.slow && plan.step % 25 == 0 {
+        if self.slow && plan.step.is_multiple_of(25) {
             // Somebody else had the machine.
             seconds *= 6.0;
         }
