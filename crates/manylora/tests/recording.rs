@@ -75,7 +75,9 @@ fn load(engine: &EngineHandle, fleet: &[(String, PathBuf)], with_priorities: boo
                     prompt.extend(answer.token_ids);
                     prompt.push(7);
                     let streams: Vec<_> = (0..2).map(|_| engine.submit(make(&prompt)).expect("queued")).collect();
-                    streams.into_iter().for_each(|mut stream| drop(stream.collect_all().expect("it ends")));
+                    for mut stream in streams {
+                        stream.collect_all().expect("it ends");
+                    }
                 }
             });
         }
