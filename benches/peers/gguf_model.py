@@ -54,9 +54,7 @@ def write(base: Path, target: Path, kind: gguf.GGMLQuantizationType) -> None:
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config["num_hidden_layers"])
     for name, values in tensors(base / "model.safetensors").items():
         own = kind if values.ndim == 2 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(
-            names.get_name(name, (".weight", ".bias")) + name[name.rindex(".") :], stored(values, own), raw_dtype=own
-        )
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), stored(values, own), raw_dtype=own)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
