@@ -408,6 +408,8 @@ mod tests {
         let too_many = app.listing(MOST_LISTED + 1).await.expect_err("too many").to_json().to_string();
         assert!(too_many.contains("`1048577`") && too_many.contains("prompt_logprobs"), "{too_many}");
         let held = [app.listing(MOST_LISTED).await.expect("room"), app.listing(MOST_LISTED).await.expect("room")];
+        // What is left of it: nobody pays for the few that everybody may list.
+        let left = app.listing(12 << 10).await.expect("room");
         let caller = Caller::default();
         let ask = async |prompt: usize, prompt_logprobs: i32| {
             let params = SamplingParams {
@@ -439,7 +441,7 @@ mod tests {
         tokio::pin!(last);
         assert!(last.as_mut().now_or_never().is_none());
         drop(answer);
-        drop((last.await.expect("room"), rest));
+        drop((last.await.expect("room"), rest, left));
     }
 
     #[tokio::test]

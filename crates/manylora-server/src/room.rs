@@ -140,6 +140,9 @@ mod tests {
         assert!(second.as_mut().now_or_never().is_none());
         assert!(store.wait(20).await.0.is_none(), "what everybody may have");
         drop(first);
-        assert_eq!((second.await.steps(), store.left()), (6, 10));
+        let second = second.await;
+        assert_eq!((second.steps(), store.left()), (6, 4));
+        drop(second);
+        assert_eq!(store.left(), 10);
     }
 }

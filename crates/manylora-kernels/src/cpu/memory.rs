@@ -70,10 +70,15 @@ unsafe impl Plain for f32 {}
 enum Origin {
     Empty,
     Heap(Layout),
-    /// Held until it is dropped, together with others that lie in it.
+    /// A mapping of its own.
     #[cfg(target_os = "linux")]
     Mapping {
-        _shared: Arc<Mapping>,
+        _own: Mapping,
+    },
+    /// A mapping that others lie in, too: it goes with the last of them.
+    #[cfg(target_os = "linux")]
+    Shared {
+        _mapping: Arc<Mapping>,
     },
 }
 
@@ -146,8 +151,8 @@ impl<T: Plain> AlignedVec<T> {
             // SAFETY: `bytes` of the mapping are behind the pointer.
             mapping.advise_huge(unsafe { pointer.add(before) }, whole);
         }
-        // SAFETY: the mapping is this block's own, zeroed, and has `bytes` behind the pointer.
-        Some(unsafe { Self::mapped(Arc::new(mapping), pointer.cast(), length) })
+        MAPPED.fetch_add(length * size_of::<T>(), Ordering::Relaxed);
+        Some(Self { pointer: pointer.cast(), length, origin: Origin::Mapping { _own: mapping }, elements: PhantomData })
     }
 
     /// A block of a mapping.
@@ -155,9 +160,9 @@ impl<T: Plain> AlignedVec<T> {
     /// # Safety
     /// From `pointer` on, which is aligned to [`ALIGNMENT`], the mapping has `length` elements that are zero and belong to nobody.
     #[cfg(target_os = "linux")]
-    pub(super) unsafe fn mapped(mapping: Arc<Mapping>, pointer: NonNull<T>, length: usize) -> Self {
+    pub(super) unsafe fn shared(mapping: Arc<Mapping>, pointer: NonNull<T>, length: usize) -> Self {
         MAPPED.fetch_add(length * size_of::<T>(), Ordering::Relaxed);
-        Self { pointer, length, origin: Origin::Mapping { _shared: mapping }, elements: PhantomData }
+        Self { pointer, length, origin: Origin::Shared { _mapping: mapping }, elements: PhantomData }
     }
 
     /// Address of the first element.
@@ -181,7 +186,7 @@ impl<T: Plain> Drop for AlignedVec<T> {
                 unsafe { std::alloc::dealloc(self.pointer.as_ptr().cast(), layout) }
             }
             #[cfg(target_os = "linux")]
-            Origin::Mapping { .. } => {
+            Origin::Mapping { .. } | Origin::Shared { .. } => {
                 MAPPED.fetch_sub(self.length * size_of::<T>(), Ordering::Relaxed);
             }
         }

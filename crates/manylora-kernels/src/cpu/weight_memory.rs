@@ -67,7 +67,7 @@ mod linux {
             stretch.next = unsafe { first.add(room) };
             stretch.free -= room;
             // SAFETY: nobody else was given these bytes, they are zero, and aligned as the stretch and all rooms are.
-            Ok(unsafe { AlignedVec::mapped(Arc::clone(&stretch.mapping), first.cast(), length) })
+            Ok(unsafe { AlignedVec::shared(Arc::clone(&stretch.mapping), first.cast(), length) })
         }
     }
 

@@ -32,11 +32,11 @@ impl Runner for Failing {
     fn share_logits(&mut self, count: usize, work: &(dyn Fn(usize, usize, &[f32]) + Sync)) -> Result<(), ModelError> {
         match self.failure {
             Failure::Error => Err(ModelError::Tokenizer("no rows to be had".to_owned())),
-            Failure::Panic => {
-                // Rows of nothing, from which no token can be drawn.
-                work(0, 1, &[]);
-                self.inner.share_logits(count, work)
-            }
+            // In the middle: some tokens are drawn by then, which must not help the others.
+            Failure::Panic => self.inner.share_logits(count, &|part, parts, logits| {
+                work(part, parts, logits);
+                panic!("no more rows to be had");
+            }),
         }
     }
 
