@@ -21,7 +21,7 @@ def test_a_page_does_what_it_says(name: str, tmp_path: Path) -> None:
     if "MANYLORA_SMOLLM2" not in os.environ and "MANYLORA_REQUIRE_DATA" not in os.environ:
         pytest.skip("set MANYLORA_SMOLLM2, or run `make test`")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    assert Page(ROOT / name, tmp_path, {"PATH": path}).run() > 1
+    assert Page(ROOT / name, tmp_path, {"PATH": path}).run() >= 1
 
 
 def test_blocks_are_told_apart(tmp_path: Path) -> None:

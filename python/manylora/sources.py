@@ -195,4 +195,10 @@ def _errors(url: str, name: str) -> Iterator[None]:
         raise HubError(f"adapter `{name}`: `{url}` cannot be read: {error}") from error
     except Exception as error:
         # Each file system has errors of its own.
-        raise HubError(f"adapter `{name}`: `{url}` could not be fetched: {error!r}") from error
+        raise HubError(f"adapter `{name}`: `{url}` could not be fetched: {_told(error)}") from error
+
+
+def _told(error: Exception) -> str:
+    """What an error of whatever kind says: its kind too, without which many say little, or nothing."""
+    said = str(error)
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
