@@ -199,6 +199,6 @@ def _errors(url: str, name: str) -> Iterator[None]:
 
 
 def _told(error: Exception) -> str:
-    """What an error of whatever kind says: its kind too, without which many say little, or nothing."""
+    """Return what an error of whatever kind says, after its kind, without which many say little, or nothing."""
     said = str(error)
     return f"{type(error).__name__}: {said}" if said else type(error).__name__

@@ -21,8 +21,9 @@ from .test_metrics import Page, until
 
 MIB = 1 << 20
 SMOLLM2 = os.environ.get("MANYLORA_SMOLLM2", "")
-# What a server may take beyond what it has, whatever comes: room for the bodies, and for what is made of them. Two of the
-# dearest take 340 MiB, and what one of the allocator's arenas was given back another one does not use; forty would take 7 GiB.
+# What a server may take beyond what it has, whatever comes: room for the bodies, and for what is made of them. Two of
+# the dearest take 340 MiB, and what one of the allocator's arenas was given back another one does not use; forty would
+# take 7 GiB.
 SPARE = 600 * MIB
 
 
