@@ -390,7 +390,9 @@ impl Shared {
     }
 
     pub(crate) fn send(&self, command: Command) -> Result<(), EngineError> {
-        self.commands.send(command).map_err(|_| self.stopped_error())
+        self.commands.send(command).map_err(|_| self.stopped_error())?;
+        // Sent too late, perhaps, to be looked at.
+        if self.stopped.get().is_some() { Err(self.stopped_error()) } else { Ok(()) }
     }
 
     /// What reads adapters, as long as the engine runs.

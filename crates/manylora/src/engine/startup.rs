@@ -440,8 +440,9 @@ fn spawn(assembled: Assembled) -> Result<(EngineHandle, Vec<JoinHandle<()>>), En
             Ok(Err(error)) => format!("a step failed: {error}"),
             Err(panic) => format!("its thread failed: {}", panic_message(panic.as_ref())),
         };
+        // First: whoever sends a request from now on and is not among those that are told looks here.
+        let _ = stopped.set(why.clone());
         worker.close(&why);
-        let _ = stopped.set(why);
         // Handles may stay for long; the device's memory must not.
         drop(worker);
         reader.lock().unwrap_or_else(PoisonError::into_inner).take();

@@ -151,7 +151,7 @@ impl Worker {
         }
     }
 
-    /// Ends everything that still runs, after the loop has ended or failed.
+    /// Ends everything that still runs or was about to, after the loop has ended or failed.
     pub(crate) fn close(&mut self, why: &str) {
         // Where a step ended in a panic, some may have been told and not woken.
         self.courier.wake();
@@ -159,6 +159,14 @@ impl Worker {
         let drawn = self.draws.drain(..).map(Draw::into_sequence);
         for mut sequence in drawn.chain(self.sequences.drain()) {
             sequence.fail(EngineError::Stopped(why.to_owned()));
+        }
+        // What else there is has its answer when its sender finds nobody there.
+        while let Ok(command) = self.commands.try_recv() {
+            if let Command::Submit(sequences, _) = command {
+                for (_, mut sequence) in sequences {
+                    sequence.fail(EngineError::Stopped(why.to_owned()));
+                }
+            }
         }
     }
 
