@@ -252,6 +252,8 @@ def main() -> None:
         fit = json.loads(calibration)
         if arguments.out:
             machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+            # Where the model lies is this machine's own affair.
+            fit["model"] = [name for name in fit["model"] if "/" not in name]
             result = {
                 "machine": machine | {"backend": fit["backend"]}, "settings": SETTINGS, "requests": arguments.requests,
                 "runs": runs, "rows": rows, "knee": knees, "calibration": fit,
