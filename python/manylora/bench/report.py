@@ -7,8 +7,9 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from manylora import picture_path
 from manylora.bench.figures import Figure
-from manylora.exceptions import ManyLoRAError, ValidationError
+from manylora.exceptions import ManyLoRAError
 
 WIDTH, HEIGHT = 460, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 30, 44
@@ -30,18 +31,7 @@ def check_path(path: str) -> None:
         ValidationError: it has another ending, its folder is not there, or what draws pictures is not installed.
 
     """
-    ending = Path(path).suffix.lower()
-    if ending not in (".html", ".htm", ".png"):
-        raise ValidationError(f"--report `{path}` must end in .html or .png")
-    if not Path(path).absolute().parent.is_dir():
-        raise ValidationError(f"--report `{path}`: there is no folder `{Path(path).parent}`")
-    if ending == ".png":
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            raise ValidationError(
-                f"--report `{path}` needs matplotlib: `pip install manylora[plots]`; a report in .html needs nothing"
-            ) from None
+    picture_path.check("--report", path, ".html", ".png")
 
 
 def write(path: str, title: str, text: str, figures: Sequence[Figure]) -> None:

@@ -6,7 +6,7 @@ import html
 import textwrap
 from pathlib import Path
 
-from manylora.exceptions import ValidationError
+from manylora import picture_path
 from manylora.planning import Plan
 
 _WIDTH = 64
@@ -29,18 +29,7 @@ def check_path(path: str) -> None:
         ValidationError: it has another ending, its folder is not there, or what draws PNG is not installed.
 
     """
-    ending = Path(path).suffix.lower()
-    if ending not in (".svg", ".png"):
-        raise ValidationError(f"--plot `{path}` must end in .svg or .png")
-    if not Path(path).absolute().parent.is_dir():
-        raise ValidationError(f"--plot `{path}`: there is no folder `{Path(path).parent}`")
-    if ending == ".png":
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            raise ValidationError(
-                f"--plot `{path}` needs matplotlib: `pip install manylora[plots]`; .svg needs nothing"
-            ) from None
+    picture_path.check("--plot", path, ".svg", ".png")
 
 
 def amount(count: int) -> str:

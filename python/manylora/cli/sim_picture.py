@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from manylora import picture_path
 from manylora.bench.figures import Figure, Series
 from manylora.bench.report import HEIGHT, STYLE, WIDTH, draw_picture, page, svg
 from manylora.cli.sim_table import number_or_text
@@ -34,18 +35,7 @@ def check_path(path: str) -> None:
         ValidationError: it has another ending, its folder is not there, or what draws PNG is not installed.
 
     """
-    ending = Path(path).suffix.lower()
-    if ending not in (".svg", ".html", ".htm", ".png"):
-        raise ValidationError(f"--plot `{path}` must end in .svg, .html or .png")
-    if not Path(path).absolute().parent.is_dir():
-        raise ValidationError(f"--plot `{path}`: there is no folder `{Path(path).parent}`")
-    if ending == ".png":
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            raise ValidationError(
-                f"--plot `{path}` needs matplotlib: `pip install manylora[plots]`; .svg and .html need nothing"
-            ) from None
+    picture_path.check("--plot", path, ".svg", ".html", ".png")
 
 
 def check_axes(axes: Sequence[tuple[str, Sequence[Any]]]) -> None:
