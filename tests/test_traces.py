@@ -64,10 +64,10 @@ def test_a_calibration_is_fitted_and_predicts(trace: Path, tmp_path: Path, capsy
     ("command", "told"),
     [
         (["replay", "missing.jsonl"], "trace `missing.jsonl` cannot be read"),
-        (["replay", "plain.jsonl"], "trace line 1"),
+        (["replay", "plain.jsonl"], "`plain.jsonl`, trace line 1"),
         (["replay", "good.jsonl", "--calibration", "missing.json"], "calibration `missing.json` cannot be read"),
         (["replay", "good.jsonl", "--calibration", "plain.jsonl"], "calibration `"),
-        (["calibrate", "plain.jsonl", "-o", "out.json"], "trace line 1"),
+        (["calibrate", "plain.jsonl", "-o", "out.json"], "`plain.jsonl`, trace line 1"),
         (["calibrate", "good.jsonl", "-o", "missing/out.json"], "calibration `missing/out.json` cannot be written"),
         (["calibrate", "short.jsonl", "-o", "out.json"], "steps of the traces `0`: at least 200 are needed"),
     ],
@@ -80,7 +80,7 @@ def test_what_is_wrong_is_told(
     Path("good.jsonl").write_text(text)
     Path("short.jsonl").write_text(text.split("\n")[0] + "\n")
     Path("plain.jsonl").write_text('{"arrival": 0, "prompt_tokens": 5, "output_tokens": 3}\n')
-    assert main(["sim", *command]) == 1
+    assert main(["sim", *command]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("manylora: error: ")
     assert told in line

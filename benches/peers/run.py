@@ -196,6 +196,9 @@ def measure(arguments: argparse.Namespace) -> None:
                 f"{found['other_busy_cores']:.2f} cores busy with other things",
                 flush=True,
             )
+    # A file that needed no more rounds may have been changed since its summary was made.
+    result |= report.summary(result)
+    write(path, result)
     report.show(result)
     if not arguments.skip_agreement:
         check_agreement(bench, path, failed)

@@ -14,6 +14,7 @@ from manylora.exceptions import AdapterError, ManyLoRAError, ValidationError
 from manylora.inputs import TextPrompt, TokensPrompt
 from manylora.llm import LLM
 from manylora.lora.request import LoRARequest
+from manylora.merging import Merged, merge
 from manylora.outputs import CompletionOutput, Logprob, RequestOutput
 from manylora.planning import Plan, plan
 from manylora.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -30,6 +31,7 @@ __all__ = [
     "LoRARequest",
     "Logprob",
     "ManyLoRAError",
+    "Merged",
     "Plan",
     "RequestOutput",
     "RequestOutputKind",
@@ -39,6 +41,7 @@ __all__ = [
     "TokensPrompt",
     "ValidationError",
     "__version__",
+    "merge",
     "plan",
     "sim",
 ]

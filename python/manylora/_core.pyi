@@ -17,6 +17,9 @@ __all__ = [
     "calibrate_traces",
     "check_sampling_params",
     "check_structured_outputs",
+    "inspect",
+    "machine",
+    "merge",
     "plan",
     "planned_names",
     "read_bandwidth",
@@ -50,13 +53,16 @@ def simulate_find(
     progress: Callable[[int, int], object] | None,
 ) -> str: ...
 def simulated_config(config: str, changes: Sequence[tuple[str, str]]) -> str: ...
+def machine(cuda_library_folders: Sequence[str]) -> str: ...
+def inspect(look: Any) -> str: ...
+def merge(wanted: Any, progress: Callable[[int, int], object]) -> str: ...
 def replay_trace(path: str, calibration: str | None) -> str: ...
 def calibrate_traces(paths: list[str]) -> str: ...
 def serve(
     engine: Engine,
     port: Port,
     ready: Callable[[str, str, int, list[str]], object],
-    reload: Callable[..., str] | None,
+    reload: Callable[..., str | None] | None,
 ) -> None: ...
 
 @final

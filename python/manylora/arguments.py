@@ -291,7 +291,12 @@ MEMORY = (
 
 LORA = (
     _honoured("enable_lora", False, Kind.SWITCH, "whether adapters can be used"),
-    _honoured("max_lora_rank", 16, Kind.COUNT, "largest rank accepted, any positive number; checked, never reserved"),
+    _honoured(
+        "max_lora_rank",
+        16,
+        Kind.COUNT,
+        "largest rank accepted, up to 512 (none beyond that is); checked, never reserved",
+    ),
     _honoured("max_loras", None, Kind.COUNT, "distinct adapters per step; None = no cap"),
     _honoured("max_cpu_loras", None, Kind.COUNT, "resident adapters; None = unbounded"),
     _honoured("lora_target_modules", None, Kind.NAMES, "modules that adapters may touch; None = all"),

@@ -90,7 +90,7 @@ class Settings:
             "tokenizer": tokenizer and str(tokenizer),
             "chat_template": _template(given.chat_template),
             "device": given.device,
-            "cuda_library_folders": [] if given.device == "cpu" else _cuda_library_folders(),
+            "cuda_library_folders": [] if given.device == "cpu" else cuda_library_folders(),
             "dtype": given.dtype,
             "lora_roots": _roots(given.lora_root),
             "lora_target_modules": given.lora_target_modules,
@@ -177,7 +177,7 @@ def _integer(value: Any, least: int) -> int | None:
     return number if least <= number < 2**63 else None
 
 
-def _cuda_library_folders() -> list[str]:
+def cuda_library_folders() -> list[str]:
     """Return the folders in which Python packages keep CUDA's libraries."""
     try:
         found = importlib.util.find_spec("nvidia")
@@ -195,7 +195,10 @@ def _template(template: str | None) -> str | None:
     # What a shell's `<(...)` gives is no regular file.
     if not path.exists() or path.is_dir():
         raise ValidationError(f"chat_template `{template}` is neither a template text nor a file")
-    return path.read_text(encoding="utf-8")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValidationError(f"chat_template `{template}` cannot be read: {error}") from error
 
 
 def _roots(roots: list[str] | None) -> list[str] | None:

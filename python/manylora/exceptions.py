@@ -1,9 +1,13 @@
-"""Exceptions of ManyLoRA: every one derives from `ManyLoRAError`."""
+"""Exceptions of ManyLoRA: every one derives from `ManyLoRAError`.
+
+Each says which status a command ends with: 2 where what was given cannot be used (a flag, a file, a model, an adapter,
+a place to write to, a server), 1 where what was asked for began and failed.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from manylora.outputs import RequestOutput
@@ -12,9 +16,13 @@ if TYPE_CHECKING:
 class ManyLoRAError(Exception):
     """Base of all errors raised by this package."""
 
+    exit_status: ClassVar[int] = 1
+
 
 class ValidationError(ManyLoRAError, ValueError):
     """An argument is out of range, of the wrong type, or does not go with another one."""
+
+    exit_status = 2
 
 
 class UnknownAdapterError(ValidationError):
@@ -45,6 +53,11 @@ class AdapterError(ManyLoRAError):
         self.reason = reason
         self.report = report
         self.kind = kind
+
+    @property
+    def exit_status(self) -> int:  # type: ignore[override]
+        """2 where the adapter is to blame; 1 where it could not be done just now."""
+        return 1 if self.kind in ("unavailable", "operation", "timeout") else 2
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), (self.adapter, self.keys, self.reason, self.report, self.kind))
@@ -78,6 +91,14 @@ class RequestError(ManyLoRAError):
 class ModelError(ManyLoRAError):
     """The base model, its tokenizer or its template could not be used."""
 
+    exit_status = 2
+
+
+class FetchError(ModelError):
+    """A model that a command brings by itself could not be fetched: nothing that was given is wrong."""
+
+    exit_status = 1
+
 
 class ModelNotFoundError(ModelError, FileNotFoundError):
     """The base model's folder or files do not exist."""
@@ -85,6 +106,8 @@ class ModelNotFoundError(ModelError, FileNotFoundError):
 
 class HubError(ManyLoRAError, OSError):
     """A hub id could not be fetched: offline, gated, or not there."""
+
+    exit_status = 2
 
 
 class EngineStoppedError(ManyLoRAError, RuntimeError):

@@ -25,12 +25,20 @@ _TEXTS = (Kind.TEXT, Kind.PATH, Kind.PATHS, Kind.NAMES, Kind.TOKEN, Kind.DTYPE, 
 _AMOUNT = re.compile(r"(\d+)(\.\d+)?([kmgt]|[KMGT])")
 
 
-class FlagParser(argparse.ArgumentParser):
-    """A parser that takes `--a-b` and `--a_b` alike, names the nearest flag, and reads the file of `--config`."""
+class OneLineParser(argparse.ArgumentParser):
+    """A parser that says in one line what is wrong: the usage of many flags would hide it."""
 
     def __init__(self, *arguments: Any, **options: Any):
         # A flag that is cut short may mean another one in the next version.
         super().__init__(*arguments, **{"allow_abbrev": False, **options})
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong, and end with status 2."""
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+
+class FlagParser(OneLineParser):
+    """A parser that takes `--a-b` and `--a_b` alike, names the nearest flag, and reads the file of `--config`."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -68,7 +76,7 @@ class FlagParser(argparse.ArgumentParser):
 
         try:
             content = yaml.safe_load(Path(file).expanduser().read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError) as error:
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             refuse(f"cannot be read: {error}")
         if not isinstance(content, dict):
             refuse("must hold flags as keys, such as `max-lora-rank: 64`")
@@ -163,7 +171,7 @@ def plain(text: str) -> Any:
     """Read a number or JSON where it is one, else the text."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

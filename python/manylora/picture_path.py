@@ -23,8 +23,7 @@ def check(flag: str, path: str, *endings: str) -> None:
     if ending not in endings:
         *first, last = endings
         raise ValidationError(f"{flag} `{path}` must end in {', '.join(first)} or {last}")
-    if not Path(path).absolute().parent.is_dir():
-        raise ValidationError(f"{flag} `{path}`: there is no folder `{Path(path).parent}`")
+    check_place(flag, path)
     if ending == ".png":
         try:
             import matplotlib  # noqa: F401
@@ -33,3 +32,16 @@ def check(flag: str, path: str, *endings: str) -> None:
             raise ValidationError(
                 f"{flag} `{path}` needs matplotlib: `pip install manylora[plots]`; for {others} nothing is needed"
             ) from None
+
+
+def check_place(flag: str, path: str) -> None:
+    """Check that a file can be written there.
+
+    Raises:
+        ValidationError: its folder is not there, or it is a folder itself.
+
+    """
+    if not Path(path).absolute().parent.is_dir():
+        raise ValidationError(f"{flag} `{path}`: there is no folder `{Path(path).parent}`")
+    if Path(path).is_dir():
+        raise ValidationError(f"{flag} `{path}` is a folder; a file is needed")

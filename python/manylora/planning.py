@@ -260,12 +260,13 @@ def plan(
         raise ValidationError(f"gpu must be a card's name or cpu, got {gpu!r}")
     if not ranks:
         raise ValidationError("rank must be a number or several, got none")
+    ranks = [_whole("rank", one, 1) for one in ranks]
     question = {
         "model": model,
         "gpu": gpu.strip().lower() if gpu.strip().lower() == "cpu" else gpu,
         "memory_bytes": memory_bytes if memory_bytes is None else _whole("memory_bytes", memory_bytes, 1),
         "adapters": [
-            (count, _whole("rank", one, 1), [str(module) for module in modules])
+            (count, one, [str(module) for module in modules])
             for one, count in _in_turn(ranks, _whole("adapters", adapters, 0))
             if count
         ],

@@ -151,7 +151,13 @@ ACCESS = (
         "with one, /metrics needs a key that sees all",
         ours=True,
     ),
-    _honoured("admin_api_key", None, Kind.TEXT, "key for loading, unloading and pinning adapters", ours=True),
+    _honoured(
+        "admin_api_key",
+        None,
+        Kind.TEXT,
+        "key for loading, unloading and pinning adapters; None = MANYLORA_ADMIN_API_KEY of the environment",
+        ours=True,
+    ),
     _honoured("trust_request_chat_template", False, Kind.SWITCH, "let requests bring a chat template of their own"),
 )
 
@@ -171,6 +177,13 @@ ANSWERS = (
     _refused("return_tokens_as_token_ids", False, _ASKED_FOR),
     _refused("enable_force_include_usage", False, _ASKED_FOR),
     _honoured("disable_fastapi_docs", False, Kind.SWITCH, "no /openapi.json; there are no other documentation pages"),
+    _honoured(
+        "disable_page",
+        False,
+        Kind.SWITCH,
+        "no page at /, which shows what is in memory and who runs (docs/page.md)",
+        ours=True,
+    ),
     _refused("enable_tokenizer_info_endpoint", False, "there is no such route"),
     _no_effect("enable_auto_tool_choice", False, "requests with tools may always leave it to the model"),
     _honoured(

@@ -40,7 +40,7 @@ def load(config: Config) -> dict[str, Any]:
     try:
         # JSON is YAML, too.
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValidationError(f"config `{path}` cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise ValidationError(f"config `{path}` must hold a table, such as `model: Llama-2-7b`")

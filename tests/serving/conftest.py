@@ -12,14 +12,19 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx2 as httpx
 import pytest
 
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
 ORACLE = Path(__file__).parent.parent / "oracle"
 ADAPTERS = ORACLE / "llama" / "adapters"
 PROMPT = [5, 40, 99, 7, 130]
+# Adapters of the fleet that the page is shown.
+MANY = 2000
 
 
 # The numbers of Linux for giving up a capability, and for those of root to read what it may not.
@@ -143,5 +148,33 @@ def server() -> Iterator[Server]:
     """One server for tests that change nothing: the adapters alpha and beta, nothing to manage."""
     modules = ["--lora-modules", f"alpha={ADAPTERS / 'alpha'}", f"beta={ADAPTERS / 'beta'}"]
     server = Server(server_flags(*modules), ADAPTERS, {})
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """A real Chromium, for the tests of the page; only they need what drives it."""
+    from playwright.sync_api import sync_playwright
+
+    from .browser import launch
+
+    with sync_playwright() as playwright:
+        browser = launch(playwright)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of alpha, beta and 2,000 adapters more, which can be managed from this machine."""
+    manifest = tmp_path_factory.mktemp("fleet") / "fleet.json"
+    names = [f"tenant-{number:04d}" for number in range(MANY)]
+    manifest.write_text(json.dumps([{"name": name, "path": str(ADAPTERS / "gamma")} for name in names]))
+    modules = ("--lora-modules", f"alpha={ADAPTERS / 'alpha'}", f"beta={ADAPTERS / 'beta'}")
+    flags = server_flags(*modules, "--lora-manifest", str(manifest), "--max-num-seqs", "32")
+    server = Server(flags, ADAPTERS, {"MANYLORA_ALLOW_RUNTIME_LORA_UPDATING": "1"})
+    server.text("alpha")
+    server.text("beta")
     yield server
     server.close()

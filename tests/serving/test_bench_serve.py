@@ -108,7 +108,7 @@ def test_keys_are_sent(start_server: StartServer, tmp_path: Path) -> None:
     server = start_server("--api-key", "secret")
     assert result_of(server.url, tmp_path, "--api-key", "secret")["completed"] == 12
     done = bench(server.url)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "lists no models: HTTP 401" in done.stderr
     assert result_of(server.url, tmp_path, "--header", "Authorization=Bearer secret")["completed"] == 12
 
@@ -186,19 +186,19 @@ def test_certificates_are_checked_unless_told_otherwise(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "status", "told"),
     [
-        (["--base-url", "http://127.0.0.1:9"], 1, "is the server running?"),
-        (["--base-url", "ftp://x"], 1, "no URL of a server"),
-        (["--popularity", "zip"], 1, "`zip` is no popularity"),
+        (["--base-url", "http://127.0.0.1:9"], 2, "is the server running?"),
+        (["--base-url", "ftp://x"], 2, "no URL of a server"),
+        (["--popularity", "zip"], 2, "`zip` is no popularity"),
         (["--request-rate", "0"], 2, "--request-rate: must be a number above 0"),
         (["--burstiness", "-1"], 2, "--burstiness"),
         (["--base-share", "1.5"], 2, "from 0 to 1"),
-        (["--input-len", "9:3"], 1, "`9:3` is no length"),
+        (["--input-len", "9:3"], 2, "`9:3` is no length"),
         (["--goodput", "itl:3"], 2, "ttft, tpot or e2el"),
         (["--extra-body", "[]"], 2, "must be a JSON object"),
-        (["--report", "x.pdf"], 1, "must end in .html or .png"),
-        (["--output", "/nowhere/x.json"], 1, "there is no folder `/nowhere`"),
-        (["--dataset-path", "/nowhere"], 1, "`/nowhere` cannot be read"),
-        (["--dataset-name", "custom"], 1, "needs --dataset-path"),
+        (["--report", "x.pdf"], 2, "must end in .html or .png"),
+        (["--output", "/nowhere/x.json"], 2, "there is no folder `/nowhere`"),
+        (["--dataset-path", "/nowhere"], 2, "`/nowhere` cannot be read"),
+        (["--dataset-name", "custom"], 2, "needs --dataset-path"),
         (["--num-prompt", "3"], 2, "did you mean --num-prompts?"),
     ],
 )

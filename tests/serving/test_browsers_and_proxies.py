@@ -102,7 +102,8 @@ def test_routes_are_found_with_and_without_the_path(open_server: Server) -> None
         assert open_server.client.get(prefix + "/v1/models").status_code == 401
         for route in ROUTES:
             assert open_server.post(prefix + route, {"lora_name": "x"}, **key).status_code == 401
-    for path in (ROOT, ROOT + "er/health", ROOT + ROOT + "/health", "/models/health"):
+    assert open_server.client.get(ROOT).headers["content-type"] == "text/html; charset=utf-8"
+    for path in (ROOT + "er/health", ROOT + ROOT + "/health", "/models/health"):
         assert open_server.client.get(path).status_code == 404, path
     assert open_server.client.get("/openapi.json").json()["servers"] == [{"url": ROOT}]
     # What is counted by route is counted under the route.
@@ -127,5 +128,5 @@ def test_routes_are_found_with_and_without_the_path(open_server: Server) -> None
 def test_what_cannot_be_is_told_before_a_base_is_looked_for(
     flags: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["serve", "/nowhere/at-all", "--port", "0", *flags]) == 1
+    assert main(["serve", "/nowhere/at-all", "--port", "0", *flags]) == 2
     assert told in capsys.readouterr().err

@@ -163,5 +163,5 @@ def test_a_wrong_manifest_aborts_the_start(start_server: StartServer, tmp_path: 
     manifest = tmp_path / "adapters.yaml"
     manifest.write_text("- {name: a}")
     server = start_server("--lora-manifest", str(manifest))
-    assert server.process.wait(30) == 1
+    assert server.process.wait(30) == 2
     assert "must have a `name`, a `path`" in server.log

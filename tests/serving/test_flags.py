@@ -64,7 +64,7 @@ def test_the_table_names_each_flag_once_and_gives_reasons() -> None:
 
 @pytest.mark.parametrize("flag", of(Treatment.REFUSED), ids=name_of)
 def test_a_refused_flag_ends_the_start_with_its_reason(flag: Flag, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", BASE, "--port", "0", *set_to_another(flag)]) == 1
+    assert main(["serve", BASE, "--port", "0", *set_to_another(flag)]) == 2
     told = capsys.readouterr().err
     assert flag.argument.note in told
     assert flag.spelling in told or f"{flag.name}=" in told
@@ -79,7 +79,7 @@ def can_be_set(flag: Flag) -> bool:
 def test_a_flag_without_effect_warns_once(
     flag: Flag, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["serve", NOWHERE, "--port", "0", *set_to_another(flag)]) == 1
+    assert main(["serve", NOWHERE, "--port", "0", *set_to_another(flag)]) == 2
     assert NOWHERE in capsys.readouterr().err
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "has no effect" in warning
@@ -105,6 +105,7 @@ SERVER: dict[str, tuple[list[str], str, Any]] = {
     "allowed_headers": (["--allowed-headers", '["*"]'], "allowed_headers", ["*"]),
     "allow_credentials": (["--allow-credentials"], "allow_credentials", True),
     "disable_fastapi_docs": (["--disable-fastapi-docs"], "describe_routes", False),
+    "disable_page": (["--disable-page"], "page", False),
     "max_body_bytes": (["--max-body-bytes", "1k"], "max_body_bytes", 1000),
     "max_pending": (["--max-pending", "0"], "max_pending", None),
     "max_adapter_series": (["--max-adapter-series", "7"], "max_adapter_series", 7),
@@ -275,6 +276,17 @@ disable-log-requests: false
     assert asked.server["allowed_origins"] == ["https://a", "https://b"]
     assert (asked.server["port"], asked.server["api_keys"], asked.server["admin_api_key"]) == (0, ["given"], None)
     assert plan(parse("other", "--config", file)).model == "other"
+
+
+def test_keys_of_the_environment_count_where_no_flag_gives_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MANYLORA_API_KEY", "user")
+    monkeypatch.setenv("MANYLORA_ADMIN_API_KEY", "admin")
+    server = planned().server
+    assert (server["api_keys"], server["admin_api_key"]) == (["user"], "admin")
+    server = planned("--api-key", "a", "--admin-api-key", "b").server
+    assert (server["api_keys"], server["admin_api_key"]) == (["a"], "b")
+    monkeypatch.setenv("MANYLORA_ADMIN_API_KEY", "")
+    assert planned().server["admin_api_key"] is None
 
 
 @pytest.mark.parametrize(

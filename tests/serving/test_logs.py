@@ -122,7 +122,7 @@ def test_a_level_silences_what_is_below(level: str, count: int) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "manylora", "serve", *flags], capture_output=True, text=True, timeout=60
     )
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert ended.stderr.count("has no effect") == count
     assert ended.stderr.count("manylora: error:") == 1
 
@@ -130,5 +130,5 @@ def test_a_level_silences_what_is_below(level: str, count: int) -> None:
 @pytest.mark.parametrize("given", ["0", "-1", "soon", "nan"])
 def test_an_interval_that_is_none_is_refused(start_server: StartServer, given: str) -> None:
     server = start_server(MANYLORA_LOG_STATS_INTERVAL=given)
-    assert server.process.wait(20) == 1
+    assert server.process.wait(20) == 2
     assert f"MANYLORA_LOG_STATS_INTERVAL must be seconds above 0, got `{given}`" in server.log

@@ -125,7 +125,7 @@ def test_a_47_special_tokens_stop_as_text(server: Server, model: str) -> None:
 )
 def test_a_56_what_adapters_do_not_go_with_is_refused_at_the_start(flags: list[str], told: str) -> None:
     done = serve(str(BASE), "--device", "cpu", "--lora-modules", f"alpha={ADAPTERS / 'alpha'}", *flags)
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 2, done.stderr
     assert told in done.stderr.lower()
     assert "Traceback" not in done.stderr
 

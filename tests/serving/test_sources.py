@@ -312,7 +312,7 @@ def test_what_a_manifest_names_is_fetched_some_at_a_time(
     entries[2]["path"] = f"{url}/adapters/alpha#sha256={digest('beta')}"
     manifest.write_text(json.dumps(entries))
     server = start_server(*flags, folder=tmp_path, MANYLORA_CACHE=str(cache))
-    assert server.process.wait(30) == 1
+    assert server.process.wait(30) == 2
     told = server.log
     assert "2 adapters cannot be served:" in told
     assert told.index("a02") < told.index(digest("beta")) < told.index(f"{url}/nowhere")
@@ -346,5 +346,5 @@ def test_a_server_keeps_the_cache_to_its_bound(
 @pytest.mark.parametrize("given", ["bucket/x", "https://", "s3://b/../c"])
 def test_a_source_that_says_too_little_ends_the_start(start_server: StartServer, tmp_path: Path, given: str) -> None:
     server = start_server("--lora-sources", given, folder=tmp_path, **ON)
-    assert server.process.wait(20) == 1
+    assert server.process.wait(20) == 2
     assert f"lora_sources: `{given}`" in server.log

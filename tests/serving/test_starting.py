@@ -34,11 +34,11 @@ def serve(*flags: str, folder: Path | None = None) -> subprocess.CompletedProces
         ((BASE, "--lora-modules", "a=x", "a=y"), 2, "given twice"),
         ((BASE, "--port", "99999"), 2, "0 to 65535"),
         ((BASE, "--no-such-flag"), 2, "--no-such-flag"),
-        ((BASE, "--lora-modules", "a=/nowhere"), 1, "/nowhere"),
-        ((BASE, "--tensor-parallel-size", "2"), 1, "tensor_parallel_size"),
-        ((BASE, "--admin-api-key", "k", "--api-key", "k"), 1, "two keys"),
-        ((BASE, "--host", "256.1.1.1"), 1, "could not listen on"),
-        (("/nowhere/at-all",), 1, "/nowhere/at-all"),
+        ((BASE, "--lora-modules", "a=/nowhere"), 2, "/nowhere"),
+        ((BASE, "--tensor-parallel-size", "2"), 2, "tensor_parallel_size"),
+        ((BASE, "--admin-api-key", "k", "--api-key", "k"), 2, "two keys"),
+        ((BASE, "--host", "256.1.1.1"), 2, "could not listen on"),
+        (("/nowhere/at-all",), 2, "/nowhere/at-all"),
     ],
 )
 def test_what_cannot_start_says_why(flags: tuple[str, ...], status: int, told: str) -> None:
@@ -51,7 +51,7 @@ def test_what_cannot_start_says_why(flags: tuple[str, ...], status: int, told: s
 def test_a_bad_static_module_aborts_the_start(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}))
     done = serve(BASE, "--device", "cpu", "--lora-modules", f"empty={tmp_path}")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "`empty`" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -75,7 +75,7 @@ def test_a_taken_port_is_named(start_server: StartServer) -> None:
     server = start_server()
     port = server.url.rsplit(":", 1)[1]
     done = serve(BASE, "--device", "cpu", "--port", port)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert f"could not listen on 127.0.0.1:{port}" in done.stderr
 
 

@@ -255,6 +255,6 @@ def test_files_that_cannot_be_used_are_named_with_the_reason(
     ]
     for given, told in cases:
         # Before the base is looked for, which is not there.
-        assert main(["serve", "/nowhere/at-all", "--port", "0", *given]) == 1
+        assert main(["serve", "/nowhere/at-all", "--port", "0", *given]) == 2
         message = capsys.readouterr().err
         assert all(part in message for part in told), message

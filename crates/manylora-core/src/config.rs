@@ -8,6 +8,9 @@ use crate::error::CoreError;
 use crate::eviction::EvictionPolicyKind;
 use crate::identity::Digest;
 
+/// Counts beyond this are mistakes: they would overflow the arithmetic of bytes, or take all memory there is.
+pub const LARGEST_COUNT: usize = 1 << 24;
+
 /// Order in which waiting requests are looked at.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SchedulingPolicy {
@@ -145,18 +148,20 @@ impl CoreConfig {
     /// Refuses what cannot work, alone or together.
     pub(crate) fn validate(&self) -> Result<(), CoreError> {
         let refuse = |message: String| Err(CoreError::InvalidConfig(message));
-        let positive = [
-            ("max_num_seqs", self.max_num_seqs as u64),
-            ("max_num_batched_tokens", self.max_num_batched_tokens as u64),
-            ("max_model_len", self.max_model_len as u64),
-            ("block_size", self.block_size as u64),
-            ("the bytes of a KV block", self.block_bytes),
-            ("max_loras", self.max_loras.map_or(1, |limit| limit as u64)),
-            ("max_cpu_loras", self.max_cpu_loras.map_or(1, |limit| limit as u64)),
-            ("max_loading", self.max_loading.map_or(1, |limit| limit as u64)),
+        let counts = [
+            ("max_num_seqs", self.max_num_seqs),
+            ("max_num_batched_tokens", self.max_num_batched_tokens),
+            ("max_model_len", self.max_model_len),
+            ("block_size", self.block_size),
+            ("max_loras", self.max_loras.unwrap_or(1)),
+            ("max_cpu_loras", self.max_cpu_loras.unwrap_or(1)),
+            ("max_loading", self.max_loading.unwrap_or(1)),
         ];
-        if let Some((name, value)) = positive.iter().find(|(_, value)| *value == 0) {
-            return refuse(format!("{name} (`{value}`) must be at least 1."));
+        if let Some((name, value)) = counts.iter().find(|(_, value)| !(1..=LARGEST_COUNT).contains(value)) {
+            return refuse(format!("{name} (`{value}`) must be at least 1 and at most {LARGEST_COUNT}."));
+        }
+        if self.block_bytes == 0 {
+            return refuse("the bytes of a KV block (`0`) must be at least 1.".to_owned());
         }
         if let (Some(slots), Some(host)) = (self.max_loras, self.max_cpu_loras)
             && host < slots

@@ -2,8 +2,6 @@
 //!
 //! No event, in whatever order, makes it panic: what is unknown is ignored or answered by an effect.
 
-use std::collections::BTreeMap;
-
 use crate::config::CoreConfig;
 use crate::error::CoreError;
 use crate::event::{
@@ -13,9 +11,10 @@ use crate::eviction::EvictionPolicy;
 use crate::identity::{BlockId, RegistrationId, Time};
 use crate::memory::{LoadEnd, Memory, Want};
 use crate::plan::StepPlan;
+use crate::queue::Lane;
 use crate::request::{Phase, Request, RequestIndex};
 use crate::scheduler::Scheduler;
-use crate::stats::{AdapterUsers, CoreStats, RegistrationStatus, ResidentAdapter};
+use crate::stats::{AdapterUsers, CoreStats, RegistrationStatus, ResidentAdapter, Users};
 
 /// The control plane: scheduler, KV block pool and adapter shelf behind one door.
 #[derive(Debug)]
@@ -124,7 +123,8 @@ impl ControlPlane {
         self.memory.pool.take_retired()
     }
 
-    /// A look at everything.
+    /// A look at everything. What it costs depends on what runs, on what is resident and on how many kinds of requests wait,
+    /// not on how many wait.
     pub fn stats(&self) -> CoreStats {
         let (scheduler, memory) = (&self.scheduler, &self.memory);
         let residents = memory.shelf.residents().filter_map(|(_, version)| {
@@ -137,15 +137,15 @@ impl ControlPlane {
                 slot: version.slot?,
             })
         });
-        let resident = |request: &Request| {
+        let resident = |lane: &Lane| {
             let bound = |version| memory.shelf.version(version).is_resident();
-            request.adapters.iter().all(|adapter| adapter.version.is_some_and(bound))
+            lane.adapters.iter().all(|adapter| adapter.version.is_some_and(bound))
         };
-        let kept_out = |request: &Request| request.phase == Phase::Waiting && !resident(request);
+        let kept_out = scheduler.queue.lanes().filter(|lane| !resident(lane));
         CoreStats {
             running: scheduler.running.len(),
             waiting: scheduler.queue.len() + scheduler.preempted.len(),
-            waiting_for_adapters: scheduler.requests.iter().filter(|(_, request)| kept_out(request)).count(),
+            waiting_for_adapters: kept_out.map(|lane| lane.requests.len()).sum(),
             free_blocks: memory.pool.available(),
             total_blocks: memory.pool.capacity(),
             adapters: residents.collect(),
@@ -161,23 +161,37 @@ impl ControlPlane {
         }
     }
 
-    /// The registrations that live requests name, and how many each.
-    pub fn users(&self) -> BTreeMap<RegistrationId, AdapterUsers> {
-        let mut users: BTreeMap<RegistrationId, AdapterUsers> = BTreeMap::new();
-        for (_, request) in self.scheduler.requests.iter() {
-            for (position, adapter) in request.adapters.iter().enumerate() {
-                let registration = adapter.registration;
-                if request.adapters[..position].iter().any(|earlier| earlier.registration == registration) {
-                    continue;
-                }
-                let users = users.entry(registration).or_default();
-                match request.phase {
-                    Phase::Running => users.running += 1,
-                    Phase::Waiting | Phase::Preempted => users.waiting += 1,
-                }
+    /// How many requests name the base and each registration. What it costs depends on what [`Self::stats`] depends on.
+    pub fn users(&self) -> Users {
+        let scheduler = &self.scheduler;
+        let mut users = Users::default();
+        let mut add = |named: &mut dyn Iterator<Item = RegistrationId>, waits: bool, more: usize| {
+            let count =
+                |users: &mut AdapterUsers| *(if waits { &mut users.waiting } else { &mut users.running }) += more;
+            let mut is_base = true;
+            for registration in named {
+                is_base = false;
+                count(users.adapters.entry(registration).or_default());
             }
+            if is_base {
+                count(&mut users.base);
+            }
+        };
+        for lane in scheduler.queue.lanes() {
+            add(&mut lane.adapters.iter().map(|adapter| adapter.registration), true, lane.requests.len());
+        }
+        for &index in &scheduler.running {
+            add(&mut scheduler.requests[index].registrations(), false, 1);
+        }
+        for &(.., index) in &scheduler.preempted {
+            add(&mut scheduler.requests[index].registrations(), true, 1);
         }
         users
+    }
+
+    /// Registrations that are being read.
+    pub fn loading(&self) -> impl ExactSizeIterator<Item = RegistrationId> + '_ {
+        self.memory.shelf.loading.iter().copied()
     }
 
     /// Whether requests for a registration need no load.
@@ -403,6 +417,30 @@ impl ControlPlane {
         for (_, request) in scheduler.requests.iter() {
             request.blocks.iter().for_each(|block| owners[block.0 as usize] += 1);
         }
-        memory.pool.check(&owners)
+        memory.pool.check(&owners)?;
+        self.check_users()
+    }
+
+    /// Whether what is told of requests is what there is, counted one by one.
+    fn check_users(&self) -> Result<(), String> {
+        let (mut users, mut kept_out) = (Users::default(), 0);
+        for (_, request) in self.scheduler.requests.iter() {
+            let runs = usize::from(request.phase == Phase::Running);
+            let add = |users: &mut AdapterUsers| {
+                users.running += runs;
+                users.waiting += 1 - runs;
+            };
+            request.registrations().for_each(|registration| add(users.adapters.entry(registration).or_default()));
+            if request.adapters.is_empty() {
+                add(&mut users.base);
+            }
+            let resident = |version| self.memory.shelf.version(version).is_resident();
+            let is_ready = request.adapters.iter().all(|adapter| adapter.version.is_some_and(resident));
+            kept_out += usize::from(request.phase == Phase::Waiting && !is_ready);
+        }
+        if (&users, kept_out) == (&self.users(), self.stats().waiting_for_adapters) {
+            return Ok(());
+        }
+        Err(format!("requests are told otherwise than they are: {users:?}, `{kept_out}` kept out"))
     }
 }

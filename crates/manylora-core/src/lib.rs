@@ -33,7 +33,7 @@ mod shelf;
 pub mod stats;
 pub mod trace;
 
-pub use config::{CoreConfig, LoraMemory, SchedulingPolicy, SchedulingSettings};
+pub use config::{CoreConfig, LARGEST_COUNT, LoraMemory, SchedulingPolicy, SchedulingSettings};
 pub use control::ControlPlane;
 pub use error::CoreError;
 pub use event::{
@@ -44,4 +44,4 @@ pub use eviction::EvictionPolicyKind;
 pub use identity::{AdapterSlot, BlockId, Digest, RegistrationId, RequestId, Time};
 pub use plan::{PlannedAdapter, PlannedSequence, StepPlan};
 pub use sampling::SamplingParams;
-pub use stats::{AdapterUsers, CoreStats, RegistrationStatus, ResidentAdapter};
+pub use stats::{AdapterUsers, CoreStats, RegistrationStatus, ResidentAdapter, Users};

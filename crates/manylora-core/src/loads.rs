@@ -155,7 +155,7 @@ impl Scheduler {
             if Some(lane) == keep {
                 continue;
             }
-            if memory.shelf.loading_count >= most {
+            if memory.shelf.loading.len() >= most {
                 return;
             }
             memory.looks += 1;
@@ -166,7 +166,7 @@ impl Scheduler {
             let lack = if least >= too_large {
                 Lack::Now(Shortage::Bytes)
             } else {
-                let ahead = waiting + memory.shelf.loading_count;
+                let ahead = waiting + memory.shelf.loading.len();
                 match order_lane(lane, &self.queue, (victims, self.kept_blocks(ahead, memory)), memory, effects) {
                     Ok(()) => continue,
                     Err(lack) => lack,
@@ -236,7 +236,7 @@ impl Scheduler {
         if !self.queue.has(Class::Cold) {
             return;
         }
-        let waits = !self.flights.is_empty() || !self.preempted.is_empty() || memory.shelf.loading_count > 0;
+        let waits = !self.flights.is_empty() || !self.preempted.is_empty() || !memory.shelf.loading.is_empty();
         let startable = self.queue.next(usize::MAX, None).is_some();
         let outgoing = || memory.shelf.residents().filter(|(_, version)| version.is_outgoing());
         // A superseded version that nobody holds is about to be unloaded.

@@ -288,7 +288,7 @@ impl Memory {
         let version = registration.version;
         self.shelf.loading_bytes += bytes;
         self.shelf.loading_places += places;
-        self.shelf.loading_count += 1;
+        self.shelf.loading.push(id);
         self.mark_loading(id, version, true);
         let expected = version.map(|version| self.shelf.version(version).digest);
         self.loads += 1;
@@ -331,7 +331,7 @@ impl Memory {
         let (known, departed) = (registration.version, registration.unloading && registration.holders == 0);
         self.shelf.loading_bytes -= bytes;
         self.shelf.loading_places -= places;
-        self.shelf.loading_count -= 1;
+        self.shelf.loading.retain(|&other| other != id);
         self.mark_loading(id, known, false);
         let end = if departed {
             LoadEnd::Departed

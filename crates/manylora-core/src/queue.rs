@@ -100,6 +100,11 @@ impl Queue {
         self.len
     }
 
+    /// All lanes.
+    pub(crate) fn lanes(&self) -> impl Iterator<Item = &Lane> {
+        self.lanes.iter().flatten()
+    }
+
     pub(crate) fn lane(&self, index: LaneIndex) -> &Lane {
         self.lanes[index.0 as usize].as_ref().expect("a lane is there while it has requests")
     }

@@ -118,6 +118,16 @@ pub(crate) struct Request {
 }
 
 impl Request {
+    /// The registrations that it names, each once.
+    pub(crate) fn registrations(&self) -> impl Iterator<Item = RegistrationId> + '_ {
+        let named = self.adapters.iter().map(|adapter| adapter.registration).enumerate();
+        named
+            .filter(|&(position, registration)| {
+                self.adapters[..position].iter().all(|earlier| earlier.registration != registration)
+            })
+            .map(|(_, registration)| registration)
+    }
+
     /// Known and expected tokens.
     pub(crate) fn length(&self) -> usize {
         self.tokens.len() + self.placeholders

@@ -144,7 +144,7 @@ impl Scheduler {
         if self.preemptions == preemptions {
             self.admit(budget, memory, effects, plan, &mut flight);
         }
-        if plan.is_empty() && self.flights.is_empty() && memory.shelf.loading_count == 0 && self.queue.len() > 0 {
+        if plan.is_empty() && self.flights.is_empty() && memory.shelf.loading.is_empty() && self.queue.len() > 0 {
             // Nothing runs that could make room: nobody is kept out for the sake of whoever waits for it.
             self.suspended = true;
             self.loads_stale = true;

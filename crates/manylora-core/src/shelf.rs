@@ -155,7 +155,8 @@ pub(crate) struct Shelf {
     pub(crate) places: usize,
     pub(crate) loading_bytes: u64,
     pub(crate) loading_places: usize,
-    pub(crate) loading_count: usize,
+    /// Registrations that are being read: few at a time.
+    pub(crate) loading: Vec<RegistrationId>,
     /// Distinct versions of admitted requests.
     pub(crate) active_count: usize,
     /// Distinct contents that are pinned; and that are pinned or given from memory, with their bytes.
@@ -189,7 +190,7 @@ impl Shelf {
             places: 0,
             loading_bytes: 0,
             loading_places: 0,
-            loading_count: 0,
+            loading: Vec::new(),
             active_count: 0,
             pinned_count: 0,
             fixed_count: 0,

@@ -1,6 +1,8 @@
 //! What can be seen of the control plane from outside: honest bytes (promise P8), exact at every moment.
 
-use crate::identity::{AdapterSlot, Digest};
+use std::collections::BTreeMap;
+
+use crate::identity::{AdapterSlot, Digest, RegistrationId};
 
 /// A version that is resident in the backend's adapter table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
@@ -49,6 +51,15 @@ pub struct AdapterUsers {
     pub running: usize,
     /// Those that wait: for a load, for their turn, or preempted.
     pub waiting: usize,
+}
+
+/// Live requests by what they name.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Users {
+    /// Those that name no adapter.
+    pub base: AdapterUsers,
+    /// Those that name a registration, with others or alone. None of these is empty.
+    pub adapters: BTreeMap<RegistrationId, AdapterUsers>,
 }
 
 /// A look at the whole control plane.

@@ -11,9 +11,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::budget::{ModelDimensions, NumberFormat};
 use crate::config::CoreConfig;
-use crate::event::{AdapterUse, Effect, Event, FinishReason, LoadFailure, LoadFault, LoadedAdapter};
+use crate::event::{
+    AdapterUse, Effect, Event, FinishReason, LoadFailure, LoadFault, LoadedAdapter, NewRequest, StepOutcome,
+};
 use crate::identity::{AdapterSlot, Digest, RegistrationId, RequestId, Time};
-use crate::plan::PlannedSequence;
+use crate::plan::{PlannedSequence, StepPlan};
 
 /// What [`TraceHeader::format`] says.
 pub const TRACE_FORMAT: &str = "manylora-trace";
@@ -122,6 +124,26 @@ pub struct TraceHeader {
     pub phases: Vec<String>,
 }
 
+impl TraceHeader {
+    /// The header of an engine with these settings, of a model of this shape; of all else it knows nothing yet.
+    pub fn new(config: CoreConfig, dimensions: ModelDimensions, number: NumberFormat) -> Self {
+        Self {
+            format: TRACE_FORMAT.to_owned(),
+            version: TRACE_VERSION,
+            program: String::new(),
+            started: 0.0,
+            config,
+            loader_threads: 1,
+            model: Vec::new(),
+            dimensions,
+            number,
+            device: "cpu".to_owned(),
+            backend: String::new(),
+            phases: Vec::new(),
+        }
+    }
+}
+
 /// An adapter, as far as its header tells. Its digest comes with its first load.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TracedAdapter {
@@ -171,6 +193,27 @@ pub struct TracedRequest {
     /// Names of the full blocks of its prompt; none where prefixes are not cached.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub blocks: Vec<BlockName>,
+}
+
+impl TracedRequest {
+    /// Of a request that arrived at this time and is told now. Names of its salt and its blocks are for others to give.
+    pub fn of(now: Time, arrival: f64, request: &NewRequest, resident: Vec<bool>) -> Self {
+        Self {
+            time: now,
+            arrival,
+            id: request.id,
+            adapters: request.adapters.clone(),
+            resident,
+            prompt_tokens: request.prompt.len() as u32,
+            max_tokens: request.max_tokens as u64,
+            priority: request.priority,
+            tenant: request.tenant.clone(),
+            salt: None,
+            read_prefix_cache: request.read_prefix_cache,
+            all_prompt_logits: request.all_prompt_logits,
+            blocks: Vec::new(),
+        }
+    }
 }
 
 /// The end of a load.
@@ -252,6 +295,23 @@ impl From<&PlannedSequence> for TracedSequence {
     }
 }
 
+impl TracedStep {
+    /// Of a plan; `slots` is room to count its adapters in.
+    pub fn of(now: Time, plan: &StepPlan, slots: &mut Vec<u32>) -> Self {
+        slots.clear();
+        slots.extend(plan.adapters.iter().map(|adapter| adapter.slot.0));
+        slots.sort_unstable();
+        slots.dedup();
+        Self {
+            time: now,
+            step: plan.step,
+            rows: plan.tokens.len() as u64,
+            adapters: slots.len() as u64,
+            sequences: plan.sequences.iter().map(TracedSequence::from).collect(),
+        }
+    }
+}
+
 /// Results of a step: one token for each sequence that was to bring one, but for exceptions.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TracedOutcome {
@@ -268,6 +328,21 @@ pub struct TracedOutcome {
     /// Names of the blocks that sequences have filled with the tokens they got.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub filled: Vec<(RequestId, BlockName)>,
+}
+
+impl TracedOutcome {
+    /// Of a plan's results. Names of blocks that were filled are for others to give.
+    pub fn of(now: Time, plan: &StepPlan, outcome: &StepOutcome) -> Self {
+        let pairs = || plan.sequences.iter().zip(&outcome.sequences);
+        let others = pairs().filter(|(planned, result)| result.tokens != u32::from(planned.samples));
+        Self {
+            time: now,
+            step: outcome.step,
+            stopped: pairs().filter(|(_, result)| result.stopped).map(|(planned, _)| planned.request).collect(),
+            others: others.map(|(planned, result)| (planned.request, result.tokens)).collect(),
+            filled: Vec::new(),
+        }
+    }
 }
 
 /// How a request ended.

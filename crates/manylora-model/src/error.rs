@@ -53,6 +53,17 @@ pub enum ModelError {
         /// What to do.
         message: String,
     },
+    /// What was to be made cannot be written where it was to go.
+    #[error("`{path}`: {message}")]
+    Output {
+        /// The file or folder.
+        path: PathBuf,
+        /// Why, and what to do.
+        message: String,
+    },
+    /// Whoever was told of the progress asked to stop.
+    #[error("it was interrupted, and nothing was written")]
+    Interrupted,
     /// Text could not be turned into tokens or back.
     #[error("tokenizer: {0}")]
     Tokenizer(String),

@@ -2,7 +2,7 @@
 //!
 //! Reading order: [`spec`] (what a model is), [`checkpoint`] (where its weights come from: safetensors, GGUF, INT4),
 //! [`decoder`] (the forward pass), [`runner`] (the face the engine sees), [`adapter`] (PEFT folders: applied completely
-//! or refused), [`vocabulary`] (what tokenizers are made of), `tokenizer` and `chat`. Without the default features
+//! or refused), `merge` (a checkpoint of base and adapters), [`vocabulary`] (what tokenizers are made of), `tokenizer` and `chat`. Without the default features
 //! `text` (those last two modules) and `dequantize` (quantized GGUF tensors), what is left reads headers,
 //! configurations, vocabularies and adapters with few dependencies.
 
@@ -12,6 +12,8 @@ pub mod chat;
 pub mod checkpoint;
 pub mod decoder;
 pub mod error;
+#[cfg(feature = "merge")]
+pub mod merge;
 pub mod runner;
 pub mod spec;
 #[cfg(feature = "text")]

@@ -40,7 +40,7 @@ fn parse(py: Python<'_>, name: &str, text: &str) -> PyResult<Value> {
 }
 
 /// Does something that may take long without the GIL, and lets Ctrl-C end the wait for it; the work itself goes on.
-fn wait_for<T: Send + 'static>(
+pub(crate) fn wait_for<T: Send + 'static>(
     py: Python<'_>,
     work: impl FnOnce() -> Result<T, EngineError> + Send + 'static,
 ) -> PyResult<T> {

@@ -46,7 +46,7 @@ pub(crate) fn to_python(py: Python<'_>, error: &EngineError) -> PyErr {
         }
         EngineError::RequestFailed(_) | EngineError::Busy(_) => raise(py, "RequestError", (message,)),
         // What is wrong with messages, templates and text is wrong with an argument.
-        EngineError::Model(ModelError::ChatTemplate(_) | ModelError::Tokenizer(_)) => {
+        EngineError::Model(ModelError::ChatTemplate(_) | ModelError::Tokenizer(_) | ModelError::Output { .. }) => {
             raise(py, "ValidationError", (message,))
         }
         EngineError::Model(ModelError::NotFound { .. }) => raise(py, "ModelNotFoundError", (message,)),

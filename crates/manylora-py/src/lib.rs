@@ -13,6 +13,7 @@ mod plan;
 mod request;
 mod serve;
 mod simulate;
+mod tools;
 mod traces;
 
 use pyo3::prelude::*;
@@ -40,6 +41,8 @@ mod _core {
     use super::serve::{Port, serve};
     #[pymodule_export]
     use super::simulate::{simulate, simulate_find, simulate_sweep, simulated_config};
+    #[pymodule_export]
+    use super::tools::{inspect, machine, merge_adapters};
     #[pymodule_export]
     use super::traces::{calibrate_traces, replay_trace};
 

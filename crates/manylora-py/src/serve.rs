@@ -55,6 +55,7 @@ pub(crate) struct Settings {
     allow_credentials: bool,
     root_path: String,
     describe_routes: bool,
+    page: bool,
     served_model_names: Vec<String>,
     model_root: String,
     api_keys: Vec<String>,
@@ -107,6 +108,7 @@ impl Settings {
             },
             root_path: settings.root_path,
             describe_routes: settings.describe_routes,
+            page: settings.page,
             served_model_names: settings.served_model_names,
             model_root: settings.model_root,
             api_keys: settings.api_keys,
@@ -170,9 +172,10 @@ fn failed(py: Python<'_>, error: &ServerError) -> PyErr {
 
 /// Reads a keys file, which may take long: not for the thread that waits for signals.
 fn reload_keys(control: &Control, reload: &Py<PyAny>) {
-    let read = Python::attach(|py| reload.call0(py)?.extract::<String>(py)).map_err(|error| error.to_string());
-    let taken = read.and_then(|json| {
-        parse_keys(&json).and_then(|keys| control.replace_keys(keys)).map_err(|error| error.to_string())
+    let read = Python::attach(|py| reload.call0(py)?.extract::<Option<String>>(py)).map_err(|error| error.to_string());
+    let taken = read.and_then(|json| match json {
+        Some(json) => parse_keys(&json).and_then(|keys| control.replace_keys(keys)).map_err(|error| error.to_string()),
+        None => Ok(()),
     });
     if let Err(message) = taken {
         // What the callback itself raises has nobody to go to.
@@ -192,8 +195,8 @@ async fn next(signals: &mut Option<Signal>) {
 }
 
 /// Serves an engine on a port until SIGINT or SIGTERM comes; what runs then is finished, unless a second one comes. Once it listens,
-/// `ready(scheme, host, port, notes)` is called. SIGHUP calls `reload()`, which returns the keys of the keys file as JSON; where that or they
-/// are wrong, `reload(error)` is called and the keys stay. Raises if the engine ends by itself.
+/// `ready(scheme, host, port, notes)` is called. SIGHUP calls `reload()`, which returns the keys of the keys file as JSON, or None where there
+/// are none to read; where that or they are wrong, `reload(error)` is called and the keys stay. Without `reload` it ends the process. Raises if the engine ends by itself.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "what Python hands over is owned")]
 pub(crate) fn serve(
@@ -219,7 +222,7 @@ pub(crate) fn serve(
     let served = py.detach(|| {
         runtime.block_on(async {
             let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
-            // Where there is nothing to read again, the signal does what it does to any process.
+            // Where nobody wants it, the signal does what it does to any process.
             let mut hangup = reload.as_ref().map(|_| signal(SignalKind::hangup())).transpose()?;
             let server = match Server::on(listener, handle, config) {
                 Ok(server) => server,

@@ -44,10 +44,10 @@ fn json(value: &impl Serialize) -> String {
 }
 
 /// Works on a thread of its own, while this one looks at signals and tells progress: requests done, and in all.
-fn watched<T: Send>(
+pub(crate) fn watched<T: Send>(
     py: Python<'_>,
     progress: Option<&Bound<'_, PyAny>>,
-    work: impl FnOnce(&Watch) -> Result<T, SimError> + Send,
+    work: impl FnOnce(&Watch) -> Result<T, EngineError> + Send,
 ) -> PyResult<T> {
     let watch = Watch::default();
     let progress = progress.map(|progress| progress.clone().unbind());
@@ -62,7 +62,7 @@ fn watched<T: Send>(
             scope.spawn(move || sender.send(work(watch)));
             loop {
                 match receiver.recv_timeout(LOOK) {
-                    Ok(result) => return result.map_err(wrong).map_err(Ok),
+                    Ok(result) => return result.map_err(Ok),
                     Err(RecvTimeoutError::Disconnected) => {
                         let message = "the simulation ended without a result: this is a mistake; report it";
                         return Err(Ok(EngineError::InvalidArgument(message.to_owned())));
@@ -99,9 +99,9 @@ pub(crate) fn simulate<'py>(
     let config = read(config).and_then(with_model).into_python(py)?;
     let (report, kept) = watched(py, progress, |watch| {
         let (report, kept) = if records {
-            run_recorded(&config, watch).map(|(report, kept)| (report, Some(kept)))?
+            run_recorded(&config, watch).map(|(report, kept)| (report, Some(kept))).map_err(wrong)?
         } else {
-            (run_watched(&config, watch)?, None)
+            (run_watched(&config, watch).map_err(wrong)?, None)
         };
         Ok((json(&report), kept))
     })?;
@@ -151,7 +151,7 @@ pub(crate) fn simulate_sweep(
         Ok(Axis { parameter, values })
     });
     let axes = axes.collect::<Result<Vec<_>, EngineError>>().into_python(py)?;
-    watched(py, progress, |watch| sweep(&config, &axes, watch).map(|points| json(&points)))
+    watched(py, progress, |watch| sweep(&config, &axes, watch).map(|points| json(&points)).map_err(wrong))
 }
 
 /// Finds the smallest or the largest value of a parameter at which conditions hold; what was found as JSON. The goal is the
@@ -171,7 +171,7 @@ pub(crate) fn simulate_find(
     let (parameter, smallest, low, high, tolerance) = goal;
     let which = if smallest { Which::Smallest } else { Which::Largest };
     let goal = Goal { which, parameter, low, high, tolerance };
-    watched(py, progress, |watch| find(&config, &goal, &conditions, watch).map(|found| json(&found)))
+    watched(py, progress, |watch| find(&config, &goal, &conditions, watch).map(|found| json(&found)).map_err(wrong))
 }
 
 /// A configuration with parameters changed, given as JSON, all as JSON; it is checked as a run of it would be.

@@ -23,6 +23,7 @@ use crate::resolver::Resolver;
 use crate::room::{Held, Room, Store};
 use crate::roots::LoraRoot;
 use crate::routes::Routing;
+use crate::shelf::Looks;
 use crate::tools::ToolFormat;
 
 /// Kilobytes of large texts that may be encoded at once; a larger one alone.
@@ -49,6 +50,7 @@ pub(crate) struct App {
     /// Finds adapters at first use.
     pub(crate) resolver: Option<Resolver>,
     pub(crate) metrics: Metrics,
+    pub(crate) looks: Looks,
     /// How the model writes calls of tools, where that is known.
     pub(crate) tool_format: Option<ToolFormat>,
     pub(crate) routing: Routing,
@@ -103,6 +105,7 @@ impl App {
             .map_err(|source| ServerError::Io { what: "preparing to read bodies", source })?;
         let app = Arc::new(Self {
             metrics,
+            looks: Looks::new(),
             routing,
             bodies,
             encoding: Arc::new(Semaphore::new(MOST_ENCODED)),

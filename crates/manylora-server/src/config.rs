@@ -29,11 +29,14 @@ pub struct ServerConfig {
     pub root_path: String,
     /// Whether `/openapi.json` describes the routes.
     pub describe_routes: bool,
+    /// Whether there is a page at `/`, which shows what `/shelf` tells and sends requests.
+    pub page: bool,
     /// Names that the base answers to in `model`, the first of which it is called in answers; empty = the model's path.
     pub served_model_names: Vec<String>,
     /// What `/v1/models` says the base was made from; empty = the name that it is served under.
     pub model_root: String,
-    /// Keys of which every request but those to `/health`, `/ping`, `/version`, `/load`, `/metrics` and `/openapi.json` needs one;
+    /// Keys of which every request but those to `/health`, `/ping`, `/version`, `/load`, `/metrics`, `/openapi.json` and
+    /// those for the page's files needs one;
     /// empty = none is needed.
     /// With [`Self::keys`], `/metrics` needs one that is not confined to some adapters, or the admin key.
     pub api_keys: Vec<String>,
@@ -126,6 +129,7 @@ impl Default for ServerConfig {
             cors: CorsConfig::default(),
             root_path: String::new(),
             describe_routes: true,
+            page: true,
             served_model_names: Vec::new(),
             model_root: String::new(),
             api_keys: Vec::new(),

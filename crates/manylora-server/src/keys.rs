@@ -199,6 +199,11 @@ impl Caller {
         self.0.as_ref().is_none_or(|user| user.may_name(adapter))
     }
 
+    /// Whether it may know of all adapters, and so of what all requests together do.
+    pub(crate) fn sees_all(&self) -> bool {
+        self.0.as_ref().is_none_or(|user| user.sees_all())
+    }
+
     /// Whether the base does.
     pub(crate) fn may_ask_base(&self) -> bool {
         self.0.as_ref().and_then(|user| user.named.as_ref()).is_none_or(|key| key.base)

@@ -16,7 +16,9 @@ use tower_http::cors::CorsLayer;
 use crate::app::App;
 use crate::config::ServerConfig;
 use crate::error::{ApiError, ServerError};
-use crate::{adapters, answer, body, chat, completions, cors, metrics, models, openapi, prefix, status, tokens};
+use crate::{
+    adapters, answer, body, chat, completions, cors, metrics, models, openapi, page, prefix, shelf, status, tokens,
+};
 
 pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
@@ -62,12 +64,15 @@ impl Route {
 pub(crate) fn table() -> Vec<Route> {
     use Access::{Anyone, Managers, Users};
     vec![
+        get(Anyone, page::PATH, page::document),
+        get(Anyone, page::FILES, page::file),
         get(Anyone, "/health", status::health),
         get(Anyone, "/ping", status::health).and_post(status::health),
         get(Anyone, "/version", status::version),
         get(Anyone, "/load", status::load),
         get(Anyone, "/metrics", metrics::show),
         get(Anyone, openapi::PATH, openapi::show),
+        get(Users, "/shelf", shelf::show),
         get(Users, "/v1/models", models::list),
         get(Users, "/v1/models/{*name}", models::get),
         post(Users, "/v1/completions", completions::create),
@@ -106,10 +111,19 @@ pub fn router(engine: EngineHandle, config: ServerConfig) -> Result<Router, Serv
     Ok(routes(&App::new(engine, config, None)?))
 }
 
+/// Whether the settings leave a route in.
+fn is_wanted(path: &str, config: &ServerConfig) -> bool {
+    match path {
+        openapi::PATH => config.describe_routes,
+        page::PATH | page::FILES => config.page,
+        _ => true,
+    }
+}
+
 pub(crate) fn routes(app: &Arc<App>) -> Router {
     let (mut open, mut users, mut managers) = (Router::new(), Router::new(), Router::new());
     for Route { path, access, service, .. } in table() {
-        if path == openapi::PATH && !app.config.describe_routes {
+        if !is_wanted(path, &app.config) {
             continue;
         }
         let group = match access {

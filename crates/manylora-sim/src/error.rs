@@ -48,6 +48,19 @@ pub enum SimError {
         /// How it was done now.
         replayed: String,
     },
+    /// A run ended, and a replica has not taken what the router gave it.
+    #[error(
+        "replica `{replica}` ended without `{left}` of its requests, first the one that arrived at `{arrival}` s: this is a \
+         mistake in the simulator; report it with the configuration"
+    )]
+    NotTaken {
+        /// Which.
+        replica: usize,
+        /// How many.
+        left: usize,
+        /// When the first of them arrived, in seconds.
+        arrival: f64,
+    },
     /// Nothing can run, and nothing will happen that could change that.
     #[error(
         "at {now} s nothing can run and `{live}` requests are not done: this is a mistake in the scheduler; report it"

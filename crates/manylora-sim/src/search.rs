@@ -197,6 +197,8 @@ pub fn find(config: &Config, goal: &Goal, conditions: &[Condition], watch: &Watc
     if !(low.is_finite() && high.is_finite() && *low >= 0.0 && low <= high && *high < 1e15) {
         return Err(SimError::field("range", format!("{low}:{high}"), "from the least, from 0 up, to the most"));
     }
+    // A name that there is none of is no matter of fractions.
+    config.parameter(parameter)?;
     // What counts takes no fractions, by its type.
     let whole = config.with(parameter, Value::from(0.5)).is_err();
     if whole && (low.fract() != 0.0 || high.fract() != 0.0) {

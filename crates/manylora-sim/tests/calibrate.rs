@@ -1,268 +1,35 @@
 //! Calibration on traces that were made by hand from a known cost model: it must be found again.
 
-use std::io::Cursor;
-use std::time::Duration;
+mod common;
 
-use manylora_core::budget::{ModelDimensions, NumberFormat};
-use manylora_core::trace::{
-    Decision, TRACE_FORMAT, TRACE_VERSION, TraceHeader, TraceLine, TracedAdapter, TracedEnd, TracedLoad,
-    TracedLoadResult, TracedOutcome, TracedRequest, TracedSequence, TracedStep,
-};
-use manylora_core::{
-    AdapterUse, ControlPlane, CoreConfig, Digest, Effect, Event, EvictionPolicyKind, LoadedAdapter, LoraMemory,
-    NewRequest, RegistrationId, RequestId, SchedulingPolicy, SequenceOutcome, StepOutcome, StepPlan, Time,
-};
-use manylora_sim::SimError;
+use std::io::Cursor;
+
+use common::{Made, bytes, load_seconds, step_seconds};
 use manylora_sim::calibrate::{Calibration, calibrate, compare};
 use manylora_sim::cost::{AdapterShape, CostModel, StepWork, Tier};
+use manylora_sim::{SimError, Watch};
 
-const ADAPTERS: u32 = 5;
+type Noise = fn(u64, bool, usize) -> f64;
 
-fn header() -> TraceHeader {
-    TraceHeader {
-        format: TRACE_FORMAT.to_owned(),
-        version: TRACE_VERSION,
-        program: "0".to_owned(),
-        started: 0.0,
-        config: CoreConfig {
-            max_num_seqs: 8,
-            max_num_batched_tokens: 64,
-            max_model_len: 256,
-            block_size: 4,
-            block_bytes: 1000,
-            ledger_bytes: 1_000_000,
-            enable_prefix_caching: false,
-            enable_chunked_prefill: true,
-            policy: SchedulingPolicy::Fcfs,
-            max_loras: Some(2),
-            max_cpu_loras: Some(3),
-            lora_memory: LoraMemory::Elastic,
-            eviction: EvictionPolicyKind::Lru,
-            base_digest: Digest([0; 32]),
-            max_deferred_steps: 256,
-            max_loading: Some(4),
-        },
-        loader_threads: 4,
-        model: vec!["made up".to_owned()],
-        dimensions: ModelDimensions {
-            layers: 1,
-            hidden: 1,
-            intermediate: 1,
-            heads: 1,
-            kv_heads: 1,
-            head_dim: 1,
-            vocabulary: 1,
-            tied: true,
-            attention_bias: false,
-            output_bias: false,
-            mlp_bias: false,
-            head_norm: false,
-        },
-        number: NumberFormat::Bf16,
-        device: "cpu".to_owned(),
-        backend: "by hand".to_owned(),
-        phases: vec!["forward".to_owned()],
-    }
+const NONE: Noise = |_, _, _| 1.0;
+/// Somebody else had the machine.
+const DISTURBED: Noise = |step, _, _| if step.is_multiple_of(25) { 6.0 } else { 1.0 };
+
+fn trace(requests: u64, gap: f64, noise: Noise) -> Cursor<String> {
+    Cursor::new(common::trace(Made { noise, ..Made::new(requests, gap) }))
 }
 
-fn bytes(adapter: u32) -> u64 {
-    2000 + 1000 * u64::from(adapter)
+fn fit(traces: impl IntoIterator<Item = Cursor<String>>) -> Result<Calibration, SimError> {
+    calibrate(traces, &Watch::default())
 }
 
-/// What steps take: rows are dear up to 16, and cheaper from there.
-fn step_seconds(rows: u64, sequences: u64, context: u64, adapters: u64) -> f64 {
-    0.004
-        + 0.001 * rows.min(16) as f64
-        + 0.0005 * rows.saturating_sub(16) as f64
-        + 0.0002 * sequences as f64
-        + 0.000_01 * context as f64
-        + 0.0008 * adapters as f64
-}
-
-fn load_seconds(adapter: u32, again: bool) -> f64 {
-    0.002 + 1e-6 * bytes(adapter) as f64 * if again { 0.5 } else { 1.0 }
-}
-
-/// An engine of one thread that takes these times, and writes what happens.
-struct Maker {
-    core: ControlPlane,
-    now: f64,
-    lines: Vec<TraceLine>,
-    loads: Vec<(f64, RegistrationId)>,
-    read: [bool; ADAPTERS as usize],
-    slow: bool,
-}
-
-impl Maker {
-    fn effects(&mut self) {
-        let effects: Vec<Effect> = self.core.drain_effects().collect();
-        for effect in effects {
-            let time = Time(self.now);
-            self.lines.push(match Decision::from(&effect) {
-                Decision::Effect(effect) => TraceLine::Effect { time, effect },
-                Decision::End(id, reason) => {
-                    let tokens = Some(4 + id.0 % 9);
-                    TraceLine::End(TracedEnd { time, id, reason, tokens })
-                }
-            });
-            if let Effect::Load { registration, .. } = effect {
-                let seconds = load_seconds(registration.index, self.read[registration.index as usize]);
-                self.loads.push((self.now + seconds, registration));
-            }
-        }
-    }
-
-    fn arrive(&mut self, id: u64) {
-        let registration = RegistrationId { index: (id * id % 7) as u32, generation: 0 };
-        let adapters = if registration.index < ADAPTERS {
-            vec![AdapterUse { registration, scale: 1.0, first_active: 0 }]
-        } else {
-            Vec::new()
-        };
-        let prompt_tokens = 1 + (id * 37 % 50) as u32;
-        let max_tokens = 4 + id % 9;
-        self.lines.push(TraceLine::Submit(TracedRequest {
-            time: Time(self.now),
-            arrival: self.now,
-            id: RequestId(id),
-            resident: adapters.iter().map(|one| self.core.is_resident(one.registration)).collect(),
-            adapters: adapters.clone(),
-            prompt_tokens,
-            max_tokens,
-            priority: 0,
-            tenant: None,
-            salt: None,
-            read_prefix_cache: true,
-            all_prompt_logits: false,
-            blocks: Vec::new(),
-        }));
-        self.core.handle(
-            Time(self.now),
-            Event::Submit(NewRequest {
-                id: RequestId(id),
-                prompt: vec![id as u32; prompt_tokens as usize].into(),
-                max_tokens: max_tokens as usize,
-                priority: 0,
-                cache_salt: None,
-                tenant: None,
-                adapters,
-                read_prefix_cache: true,
-                all_prompt_logits: false,
-            }),
-        );
-        self.effects();
-    }
-
-    fn finish_loads(&mut self) {
-        self.loads.sort_by(|a, b| a.0.total_cmp(&b.0));
-        while self.loads.first().is_some_and(|load| load.0 <= self.now) {
-            let (_, registration) = self.loads.remove(0);
-            let index = registration.index;
-            let again = std::mem::replace(&mut self.read[index as usize], true);
-            let seconds = Duration::from_secs_f64(load_seconds(index, again)).as_secs_f64();
-            let digest = Digest([index as u8; 32]);
-            let loaded = LoadedAdapter { digest, bytes: bytes(index), load_seconds: Some(seconds) };
-            let result = TracedLoadResult::loaded(&loaded);
-            self.lines.push(TraceLine::Load(TracedLoad { time: Time(self.now), registration, result }));
-            self.core.handle(Time(self.now), Event::LoadFinished { registration, result: Ok(loaded) });
-            self.effects();
-        }
-    }
-
-    fn step(&mut self, plan: &mut StepPlan) -> bool {
-        let time = Time(self.now);
-        if !self.core.plan(time, plan) {
-            self.lines.push(TraceLine::Idle { time });
-            self.effects();
-            return false;
-        }
-        let mut slots: Vec<u32> = plan.adapters.iter().map(|one| one.slot.0).collect();
-        slots.sort_unstable();
-        slots.dedup();
-        let (rows, adapters) = (plan.tokens.len() as u64, slots.len() as u64);
-        let sequences: Vec<TracedSequence> = plan.sequences.iter().map(TracedSequence::from).collect();
-        let context = plan.sequences.iter().map(|one| u64::from(one.first_position + one.rows)).sum();
-        let mut seconds = step_seconds(rows, sequences.len() as u64, context, adapters);
-        if self.slow && plan.step.is_multiple_of(25) {
-            // Somebody else had the machine.
-            seconds *= 6.0;
-        }
-        self.lines.push(TraceLine::Step(TracedStep { time, step: plan.step, rows, adapters, sequences }));
-        self.effects();
-        self.now += seconds;
-        let mut outcome = StepOutcome { step: plan.step, ..StepOutcome::default() };
-        for planned in &plan.sequences {
-            let (first_token, tokens) = (outcome.tokens.len() as u32, u32::from(planned.samples));
-            outcome.tokens.extend(planned.samples.then_some(1));
-            outcome.sequences.push(SequenceOutcome {
-                request: Some(planned.request),
-                first_token,
-                tokens,
-                stopped: false,
-            });
-        }
-        let time = Time(self.now);
-        self.lines.push(TraceLine::Outcome(TracedOutcome {
-            time,
-            step: plan.step,
-            stopped: Vec::new(),
-            others: Vec::new(),
-            filled: Vec::new(),
-        }));
-        self.core.commit(time, &outcome);
-        self.effects();
-        self.lines.push(TraceLine::Took { step: plan.step, seconds: vec![seconds] });
-        true
-    }
-}
-
-/// A trace of that engine under requests that come `gap` apart.
-fn trace(requests: u64, gap: f64, slow: bool) -> String {
-    let mut maker = Maker {
-        core: ControlPlane::new(header().config).expect("settings"),
-        now: 0.0,
-        lines: vec![TraceLine::Header(Box::new(header()))],
-        loads: Vec::new(),
-        read: [false; ADAPTERS as usize],
-        slow,
-    };
-    for index in 0..ADAPTERS {
-        let registration = maker.core.next_registration();
-        let name = format!("adapter-{index}");
-        let adapter = TracedAdapter { registration, name, rank: 8, bytes: bytes(index), file_bytes: None };
-        maker.lines.push(TraceLine::Adapter(adapter));
-        let event = Event::Register { registration, bytes: bytes(index), rereadable: true };
-        maker.lines.push(TraceLine::Event { time: Time(0.0), event: event.clone() });
-        maker.core.handle(Time(0.0), event);
-    }
-    let (mut arrived, mut plan) = (0, StepPlan::default());
-    loop {
-        while arrived < requests && arrived as f64 * gap <= maker.now {
-            maker.arrive(arrived);
-            arrived += 1;
-        }
-        maker.finish_loads();
-        if maker.step(&mut plan) {
-            continue;
-        }
-        let arrival = (arrived < requests).then_some(arrived as f64 * gap);
-        let load = maker.loads.iter().map(|load| load.0).reduce(f64::min);
-        match [arrival, load].into_iter().flatten().reduce(f64::min) {
-            Some(next) => maker.now = next.max(maker.now),
-            None => break,
-        }
-    }
-    maker.lines.push(TraceLine::Close { time: Time(maker.now), lost: 0 });
-    maker.lines.iter().map(|line| serde_json::to_string(line).expect("JSON") + "\n").collect()
-}
-
-fn fitted(slow: bool) -> Calibration {
-    calibrate([Cursor::new(trace(400, 0.05, slow)), Cursor::new(trace(200, 0.01, slow))]).expect("it fits")
+fn fitted(noise: Noise) -> Calibration {
+    fit([trace(400, 0.05, noise), trace(200, 0.01, noise)]).expect("it fits")
 }
 
 #[test]
 fn a_known_cost_is_found_again() {
-    let calibration = fitted(false);
+    let calibration = fitted(NONE);
     let cost = calibration.cost().expect("good numbers");
     for (kind, one) in &calibration.fit.steps {
         assert!(one.p90_deviation < 0.01, "{kind}: {one:?}");
@@ -299,7 +66,7 @@ fn a_known_cost_is_found_again() {
 
 #[test]
 fn disturbed_steps_do_not_bend_it_and_are_paid_for() {
-    let (quiet, disturbed) = (fitted(false), fitted(true));
+    let (quiet, disturbed) = (fitted(NONE), fitted(DISTURBED));
     let work =
         StepWork { sequences: 4, rows: 4, sampled_rows: 4, context: 200, attention_pairs: 200, ..StepWork::default() };
     let ratio = disturbed.cost().expect("good").step(&work) / quiet.cost().expect("good").step(&work);
@@ -313,9 +80,9 @@ fn disturbed_steps_do_not_bend_it_and_are_paid_for() {
 
 #[test]
 fn another_load_of_the_engine_is_predicted() {
-    let calibration = fitted(false);
+    let calibration = fitted(NONE);
     for gap in [0.2, 0.06, 0.02] {
-        let answer = compare(Cursor::new(trace(300, gap, false)), &calibration).expect("the same decisions");
+        let answer = compare(trace(300, gap, NONE), &calibration, &Watch::default()).expect("the same decisions");
         let (measured, simulated) = (answer.measured, answer.simulated);
         assert_eq!((measured.requests, simulated.requests, answer.left_out), (300, 300, 0));
         for (what, a, b, tolerated) in [
@@ -337,20 +104,60 @@ fn what_is_wrong_is_named() {
         Err(SimError::Field { field, .. }) => field,
         other => panic!("{other:?}"),
     };
-    assert_eq!(field(calibrate(Vec::<Cursor<String>>::new())), "traces");
-    assert_eq!(field(calibrate([Cursor::new(trace(5, 0.1, false))])), "steps of the traces");
-    let good = trace(100, 0.05, false);
+    assert_eq!(field(fit([])), "traces");
+    assert_eq!(field(fit([trace(5, 0.1, NONE)])), "steps of the traces");
+    let good = trace(100, 0.05, NONE).into_inner();
     let other = good.replacen("\"layers\":1", "\"layers\":2", 1);
-    assert_eq!(field(calibrate([Cursor::new(good.clone()), Cursor::new(other.clone())])), "traces[1]");
+    assert_eq!(field(fit([Cursor::new(good.clone()), Cursor::new(other.clone())])), "traces[1]");
     let later = good.replacen("\"version\":1", "\"version\":9", 1);
-    assert_eq!(field(calibrate([Cursor::new(later)])), "trace line 1");
-    let text = fitted(false).to_json();
+    assert_eq!(field(fit([Cursor::new(later)])), "trace line 1");
+    let text = fitted(NONE).to_json();
     assert_eq!(field(Calibration::from_json(&text.replace("\"step\"", "\"stride\""))), "step_seconds.stride");
     assert_eq!(field(Calibration::from_json(&text.replacen("\"each\": 0", "\"each\": -1", 1))), "first_load.each");
     assert_eq!(field(Calibration::from_json("{}")), "calibration");
     let calibration = Calibration::from_json(&text).expect("good");
-    match compare(Cursor::new(other), &calibration) {
+    match compare(Cursor::new(other), &calibration, &Watch::default()) {
         Err(SimError::Field { field, .. }) => assert_eq!(field, "calibration.model"),
         other => panic!("{other:?}"),
     }
+}
+
+/// Kinds of steps whose times vary are fitted to their mean, as all others are.
+#[test]
+fn what_varies_is_not_taken_for_faster() {
+    let uneven: Noise = |step, prefill, _| match (prefill, step % 3) {
+        (false, _) => 1.0,
+        (true, 0) => 1.6,
+        (true, _) => 0.7,
+    };
+    let calibration = fitted(uneven);
+    for kind in ["decode, adapters", "decode and prefill, adapters"] {
+        let one = calibration.fit.steps[kind];
+        assert!((one.fitted_over_measured - 1.0).abs() < 0.03, "{kind}: {one:?}");
+    }
+    assert!(calibration.fit.steps["decode, adapters"].median_deviation < 0.05);
+}
+
+/// A step that runs beside loads takes longer, if it did so when it was measured.
+#[test]
+fn loads_take_from_steps() {
+    let noise: Noise = |_, _, loads| 1.0 + 0.3 * loads as f64;
+    let cost = fitted(noise).cost().expect("good numbers");
+    let base =
+        StepWork { sequences: 6, rows: 6, sampled_rows: 6, context: 150, attention_pairs: 150, ..StepWork::default() };
+    let slowed = cost.step(&StepWork { loads: 1, ..base }) / cost.step(&base);
+    assert!((1.1..1.6).contains(&slowed), "{slowed}");
+    assert!(fitted(NONE).step_seconds.get("load_under_way").is_none_or(|&seconds| seconds < 1e-9));
+}
+
+/// Without a step that has adapters, nothing is known of what they take.
+#[test]
+fn a_calibration_without_adapters_is_for_loads_without() {
+    let without = |requests, gap| Cursor::new(common::trace(Made { adapters: false, ..Made::new(requests, gap) }));
+    let calibration = fit([without(300, 0.04)]).expect("it fits");
+    let answer = compare(without(100, 0.05), &calibration, &Watch::default()).expect("a load of the base");
+    assert_eq!(answer.simulated.requests, 100);
+    let error = compare(trace(100, 0.05, NONE), &calibration, &Watch::default()).unwrap_err().to_string();
+    assert!(error.starts_with("calibration `made up`: no step of its traces had an adapter"), "{error}");
+    assert!(fitted(NONE).adapter_note().is_none());
 }

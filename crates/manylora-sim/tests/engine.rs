@@ -1,8 +1,10 @@
 //! The virtual engine: times by hand, what the scheduler promises, and what must hold for any load.
 
+mod common;
+
 use std::collections::BTreeMap;
 
-use manylora_core::{CoreConfig, Digest, Effect, EvictionPolicyKind, LoraMemory, SchedulingPolicy, StepPlan};
+use manylora_core::{Effect, EvictionPolicyKind, SchedulingPolicy, StepPlan};
 use manylora_sim::cost::{AdapterShape, CostModel, StepWork, Tier};
 use manylora_sim::engine::{EngineSettings, Observer, run};
 use manylora_sim::results::{RequestRecord, Summary, SummaryOptions, Totals};
@@ -38,24 +40,7 @@ const STEPS: Seconds = Seconds { step: 1.0, disk: 0.0, host: 0.0 };
 
 fn settings(adapters: usize) -> EngineSettings {
     EngineSettings {
-        core: CoreConfig {
-            max_num_seqs: 8,
-            max_num_batched_tokens: 64,
-            max_model_len: 256,
-            block_size: 4,
-            block_bytes: 1000,
-            ledger_bytes: 1_000_000,
-            enable_prefix_caching: false,
-            enable_chunked_prefill: true,
-            policy: SchedulingPolicy::Fcfs,
-            max_loras: None,
-            max_cpu_loras: None,
-            lora_memory: LoraMemory::Elastic,
-            eviction: EvictionPolicyKind::Lru,
-            base_digest: Digest([0; 32]),
-            max_deferred_steps: 256,
-            max_loading: Some(4),
-        },
+        core: common::config(),
         adapters: vec![AdapterShape { bytes: 3000, parameters: 1000, rank: 8 }; adapters],
         loader_threads: 2,
         host_cache_bytes: None,

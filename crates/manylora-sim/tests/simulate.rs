@@ -426,10 +426,15 @@ fn reports_agree_with_summaries() {
 #[test]
 fn calibrated_costs_are_used() {
     let dimensions = manylora_sim::model::ModelDescription::named("SmolLM2-135M").unwrap().dimensions;
-    let calibration = json!({
+    let fitted = json!({
+        "count": 9, "seconds": 1.0, "fitted_over_measured": 1.0, "median_deviation": 0.0, "p90_deviation": 0.0,
+    });
+    let mut calibration = json!({
         "format": "manylora-calibration", "version": 1, "model": ["tiny"], "dimensions": dimensions, "device": "cpu",
         "backend": "avx2", "step_seconds": {"step": 0.01}, "first_load": {"each": 0.3, "per_byte": 0},
-        "later_load": {"each": 0.02, "per_byte": 0}, "fit": {"steps": {}, "loads": {}},
+        "later_load": {"each": 0.02, "per_byte": 0}, "fit": {
+            "steps": {"decode, adapters": fitted}, "loads": {},
+        },
     });
     let mut file = tempfile::NamedTempFile::new().unwrap();
     write!(file, "{calibration}").unwrap();
@@ -438,6 +443,11 @@ fn calibrated_costs_are_used() {
     value["cost"] = json!({"calibrated": {"path": file.path()}});
     let report = run(&Config::from_value(value.clone()).unwrap()).unwrap();
     assert!((report.itl.p50 / 0.01 - 1.0).abs() < 0.006 && report.completed == report.requests, "{:?}", report.itl);
+    assert!(
+        report.notes.iter().any(|note| note.starts_with("loads of adapters take no time here")),
+        "{:?}",
+        report.notes
+    );
     // Everybody whose adapter came from the disk waited for that.
     assert!(report.ttft.largest > 0.3 && report.shelf.disk_loads > 0);
     let refused = |path: &str, other: Value| {
@@ -450,6 +460,15 @@ fn calibrated_costs_are_used() {
         refused("path", json!("/no/such.json")).starts_with("cost.calibrated.path `/no/such.json`: it cannot be read")
     );
     assert!(refused("kv_cache_memory_bytes", Value::Null).starts_with("engine.kv_cache_memory_bytes `null`"));
+    // Adapters would cost nothing: what was measured had none.
+    calibration["fit"]["steps"] = json!({"decode, base": fitted});
+    let mut base = tempfile::NamedTempFile::new().unwrap();
+    write!(base, "{calibration}").unwrap();
+    let error = refused("path", json!(base.path()));
+    assert!(error.starts_with("calibration `tiny`: no step of its traces had an adapter"), "{error}");
+    value["cost"] = json!({"calibrated": {"path": base.path()}});
+    value["adapters"] = json!(0);
+    assert!(run(&Config::from_value(value.clone()).unwrap()).unwrap().completed > 0);
     value["cost"] = json!({"roofline": {}});
     let blind = Config::from_value(value).and_then(|config| run(&config)).unwrap_err().to_string();
     assert!(blind.starts_with("gpu `cpu`: no figures") && blind.contains("calibrate"), "{blind}");

@@ -25,6 +25,7 @@ pub mod config;
 pub mod engine;
 pub mod error;
 pub mod limits;
+pub mod machine;
 mod monitor;
 pub mod registry;
 pub mod request;
@@ -35,13 +36,15 @@ mod structure;
 pub use config::{DType, Device, EngineConfig, ReadHook};
 pub use engine::{
     CardMemory, CheckedRequests, DeviceMemory, Distribution, Engine, EngineHandle, EngineInfo, EngineStats,
-    LoadFailureCounts, Meters, NamedResident, Phase, PhaseSeconds, ProcessorBytes, Share, Timing, model_dimensions,
+    InspectedModule, Inspection, LoadFailureCounts, Meters, NamedResident, NamedUsers, Phase, PhaseSeconds,
+    ProcessorBytes, Share, Timing, inspect_adapter, model_dimensions,
 };
 pub use error::EngineError;
 pub use manylora_core::eviction::EvictionPolicyKind;
 pub use manylora_core::sampling::{LogprobsMode, StructuredOutputs};
 pub use manylora_core::{
-    Digest, FailureReason, FinishReason, LoadFailure, LoadFault, SamplingParams, SchedulingPolicy, UnloadMode,
+    AdapterUsers, Digest, FailureReason, FinishReason, LoadFailure, LoadFault, SamplingParams, SchedulingPolicy,
+    UnloadMode,
 };
 pub use manylora_model as model;
 pub use registry::{AdapterInfo, AdapterOrigin, AdapterSource, AdapterTensors};

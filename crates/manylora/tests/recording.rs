@@ -11,15 +11,15 @@ use manylora::{
     AdapterSource, Device, Engine, EngineConfig, EngineHandle, EvictionPolicyKind, GenerateRequest, SchedulingPolicy,
     UnloadMode,
 };
-use manylora_sim::SimError;
 use manylora_sim::cost::{AdapterShape, CostModel, StepWork, Tier};
 use manylora_sim::engine::run;
 use manylora_sim::replay::{ReplayObserver, Replayed, replay};
 use manylora_sim::workload::recorded::Recorded;
 use manylora_sim::workload::trace::Trace;
+use manylora_sim::{SimError, Watch};
 
 fn play(text: &str) -> Result<Replayed, SimError> {
-    replay(Cursor::new(text), &mut ())
+    replay(Cursor::new(text), &mut (), &Watch::default())
 }
 
 fn read(path: &Path) -> String {
@@ -153,7 +153,8 @@ fn a_replayed_trace_decides_the_same() {
 
         let text = read(&path);
         let mut timed = Timed { steps: 0, rows: 0, busy: 0.0, requests: 0, loads: 0 };
-        let replayed = replay(BufReader::new(fs::File::open(&path).expect("the trace")), &mut timed).expect("the same");
+        let file = BufReader::new(fs::File::open(&path).expect("the trace"));
+        let replayed = replay(file, &mut timed, &Watch::default()).expect("the same");
         assert!(replayed.closed && replayed.lost == 0 && replayed.unfinished == 0, "{replayed:?}");
         assert_eq!(replayed.lines as usize, text.lines().count());
         // What the engine counted itself.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from manylora import picture_path
 from manylora.bench.figures import Figure
-from manylora.exceptions import ManyLoRAError
+from manylora.exceptions import ValidationError
 
 WIDTH, HEIGHT = 460, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 30, 44
@@ -38,7 +38,7 @@ def write(path: str, title: str, text: str, figures: Sequence[Figure]) -> None:
     """Write the report, in the format of the path's ending.
 
     Raises:
-        ManyLoRAError: the file cannot be written.
+        ValidationError: the file cannot be written.
 
     """
     try:
@@ -47,7 +47,7 @@ def write(path: str, title: str, text: str, figures: Sequence[Figure]) -> None:
         else:
             Path(path).write_text(page(title, text, figures), encoding="utf-8")
     except OSError as error:
-        raise ManyLoRAError(f"the report `{path}` cannot be written: {error}") from error
+        raise ValidationError(f"the report `{path}` cannot be written: {error}") from error
 
 
 def page(title: str, text: str, figures: Sequence[Figure]) -> str:

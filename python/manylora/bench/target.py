@@ -12,13 +12,13 @@ from manylora.bench.client import Answer, Client
 from manylora.bench.measure import Measurement, measure
 from manylora.bench.prompts import WORDS, Prompt
 from manylora.bench.response import TransferError
-from manylora.exceptions import ManyLoRAError, ValidationError
+from manylora.exceptions import ValidationError
 
 # Bytes of answers that are kept until after the run.
 _MOST_UNREAD = 256 << 20
 
 
-class ServerError(ManyLoRAError):
+class ServerError(ValidationError):
     """The server is not there, or is none of OpenAI's kind."""
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from manylora import picture_path
 from manylora.bench import load, report
 from manylora.bench.arrivals import due_times
 from manylora.bench.client import Client
@@ -23,9 +24,9 @@ from manylora.bench.popularity import Popularity, choose
 from manylora.bench.prompts import Lengths, Prompt, dataset_prompts, random_prompts
 from manylora.bench.summary import detailed, summarize
 from manylora.bench.table import table
-from manylora.bench.target import ServerError, Target
+from manylora.bench.target import Target
 from manylora.cli import bench_flags
-from manylora.exceptions import ManyLoRAError, ValidationError
+from manylora.exceptions import RequestError, ValidationError
 
 EXAMPLES = """\
 examples:
@@ -40,7 +41,13 @@ environment:
 
 def add_parser(commands: Any) -> None:
     """Add the command to the command line."""
-    bench = commands.add_parser("bench", help="measure a running server", description="Measure a running server.")
+    bench = commands.add_parser(
+        "bench",
+        help="measure a running server",
+        description="Measure a running server.",
+        epilog="examples:\n  manylora bench serve --num-prompts 200 --request-rate 4\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     kinds = bench.add_subparsers(title="commands", metavar="COMMAND", required=True)
     parser = kinds.add_parser(
         "serve",
@@ -60,8 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure; the status is 1 if no request was completed."""
     if arguments.report:
         report.check_path(arguments.report)
-    if arguments.output and not Path(arguments.output).absolute().parent.is_dir():
-        raise ValidationError(f"--output `{arguments.output}`: there is no folder `{Path(arguments.output).parent}`")
+    if arguments.output:
+        picture_path.check_place("--output", arguments.output)
     settings = _settings(arguments)
     _lengths(arguments)
     measured, start, end, models = asyncio.run(_measure(arguments))
@@ -78,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             Path(arguments.output).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
-            raise ManyLoRAError(f"the result `{arguments.output}` cannot be written: {error}") from error
+            raise ValidationError(f"the result `{arguments.output}` cannot be written: {error}") from error
     if arguments.report:
         title = arguments.label or f"{result['model_id']}: {result['num_prompts']} requests, {result['popularity']}"
         report.write(arguments.report, title, shown, figures(result, measured, start, end))
@@ -179,4 +186,4 @@ async def _warm_up(target: Target, bodies: list[bytes], max_concurrency: int | N
     await load.run(warming, lambda number, one: target.send(bodies[number], one), max_concurrency)
     target.read_answers()
     if bodies and all(one.error is not None for one in warming):
-        raise ServerError(f"no request of the warm-up was completed; the first said: {warming[0].error}")
+        raise RequestError(f"no request of the warm-up was completed; the first said: {warming[0].error}")

@@ -61,7 +61,7 @@ def _add_server(group: Any) -> None:
 def _add_load(group: Any) -> None:
     group.add_argument("--num-prompts", type=_count, default=1000, metavar="N", help="requests (default: 1000)")
     group.add_argument(
-        "--num-warmups", type=int, default=0, metavar="N", help="requests before them, not counted (default: 0)"
+        "--num-warmups", type=_whole, default=0, metavar="N", help="requests before them, not counted (default: 0)"
     )
     group.add_argument(
         "--request-rate",
@@ -166,6 +166,10 @@ def _number(text: str, is_good: Callable[[float], bool], told: str) -> float:
 
 def _above_zero(text: str) -> float:
     return _number(text, lambda number: number > 0, "must be a number above 0")
+
+
+def _whole(text: str) -> int:
+    return int(_number(text, lambda number: number >= 0 and number % 1 == 0, "must be a whole number from 0"))
 
 
 def _from_zero(text: str) -> float:

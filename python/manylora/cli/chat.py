@@ -10,8 +10,9 @@ from typing import Any
 
 from manylora.cli.conversation import Local, Messages, Remote, Speaker
 from manylora.cli.local import add_engine_flags, asked
-from manylora.exceptions import ManyLoRAError
+from manylora.exceptions import ManyLoRAError, ValidationError
 from manylora.llm import LLM
+from manylora.sampling_params import SamplingParams
 
 COMMANDS = """\
 /adapter NAME   who answers from now on; without a name, who may (the base is `base`, or the server's name for it)
@@ -55,8 +56,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Talk until the input ends."""
     if (arguments.model_tag is None) == (arguments.url is None):
         arguments.parser.error("give MODEL, or a server by --url")
-    params = {name: getattr(arguments, name, None) for name in ("max_tokens", "temperature")}
+    params: dict[str, Any] = {name: getattr(arguments, name, None) for name in ("max_tokens", "temperature")}
     params = {name: value for name, value in params.items() if value is not None}
+    # Now, and not at the first turn.
+    SamplingParams(**params)
     if arguments.url is not None:
         key = arguments.api_key or os.environ.get("MANYLORA_API_KEY") or os.environ.get("OPENAI_API_KEY")
         return Conversation(Remote(arguments.url, key), arguments.adapter, arguments.system, params).talk()
@@ -152,5 +155,5 @@ class Conversation:
     def _choose(self, adapter: str) -> None:
         known = self._speaker.adapters()
         if adapter not in known:
-            raise ManyLoRAError(f"there is no adapter `{adapter}`; there are {', '.join(known[:20])}")
+            raise ValidationError(f"there is no adapter `{adapter}`; there are {', '.join(known[:20])}")
         self._adapter = adapter

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from manylora.cli.local import BASE, Asked
 from manylora.engine.submission import submit
-from manylora.exceptions import ManyLoRAError, RequestError, ValidationError
+from manylora.exceptions import RequestError, ValidationError
 from manylora.llm import LLM
 from manylora.pending import PATIENCE
 from manylora.prompts import ParsedPrompt, as_json
@@ -81,7 +81,11 @@ class Remote:
         self._key = key
         if not self._url.startswith(("http://", "https://")):
             raise ValidationError(f"--url must be http:// or https://, got `{url}`")
-        models = self._json("/v1/models")
+        try:
+            models = self._json("/v1/models")
+        except RequestError as error:
+            # So far nothing was asked but whether this is a server.
+            raise ValidationError(str(error)) from error
         self._names = [
             str(model["id"]) for model in models.get("data", []) if isinstance(model, dict) and "id" in model
         ]
@@ -97,7 +101,7 @@ class Remote:
         except urllib.error.HTTPError as error:
             raise RequestError(f"`{self._url}` says {error.code}: {_said(error.read())}") from None
         except (OSError, http.client.HTTPException) as error:
-            raise ManyLoRAError(f"`{self._url}` cannot be reached: {getattr(error, 'reason', error)}") from None
+            raise RequestError(f"`{self._url}` cannot be reached: {getattr(error, 'reason', error)}") from None
 
     def _json(self, path: str) -> dict[str, Any]:
         with self._open(path) as response:

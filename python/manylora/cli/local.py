@@ -34,7 +34,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, model_is_needed: bool =
     for flag in FLAGS:
         if flag.is_engine and flag.argument.treatment is Treatment.HONOURED:
             add_flag(engine, flag)
-    parser.set_defaults(parser=parser, status_of_error=2)
+    parser.set_defaults(parser=parser)
 
 
 @dataclass

@@ -83,6 +83,6 @@ def register(engine: LLMEngine, adapters: Sequence[tuple[str, int | None, str]],
         case [error]:
             raise error
         case [_, *_] as errors:
-            raise ValidationError(f"{len(errors)} adapters cannot be served:\n" + "\n".join(map(str, errors)))
+            raise ValidationError(f"{len(errors)} adapters cannot be served: {'; '.join(map(str, errors))}")
     seconds = time.monotonic() - begun
     logger.info("%d adapters registered in %.2f s; each is read when a request first names it", len(adapters), seconds)

@@ -9,7 +9,7 @@ from typing import Any
 
 from manylora import _core, planning
 from manylora.cli import plan_picture
-from manylora.exceptions import ManyLoRAError
+from manylora.exceptions import ValidationError
 from manylora.flags import add_flag, amount
 from manylora.serve_arguments import BY_NAME
 
@@ -110,5 +110,5 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             plan_picture.draw(Path(arguments.plot), answer)
         except OSError as error:
-            raise ManyLoRAError(f"the picture `{arguments.plot}` cannot be written: {error}") from error
+            raise ValidationError(f"the picture `{arguments.plot}` cannot be written: {error}") from error
     return 0

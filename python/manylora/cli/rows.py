@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -31,7 +31,7 @@ def read_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 def _object(where: str, line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValidationError(f"{where} is not JSON: {error}") from None
     if not isinstance(row, dict):
         raise ValidationError(f"{where} must be a JSON object, got {type(row).__name__}")
@@ -56,17 +56,31 @@ def take(row: dict[str, Any], name: str, kind: type | tuple[type, ...], where: s
 # Characters that JSON may have in a text and that some readers take for the end of a line.
 _ENDS = str.maketrans({character: f"\\u{ord(character):04x}" for character in "\u0085\u2028\u2029"})
 
+_OTHERS = "give another file, or --overwrite"
+
 
 def _line(row: Mapping[str, Any]) -> str:
     return json.dumps(row, ensure_ascii=False).translate(_ENDS) + "\n"
 
 
 class RowFile:
-    """A file of rows that grows. What an earlier run wrote stays; a line that it did not finish does not."""
+    """A file of rows that grows. What an earlier run wrote stays; a line that it did not finish does not.
 
-    def __init__(self, path: str, *, overwrite: bool):
+    Args:
+        path: the file.
+        first: the field that each of its rows begins with.
+        is_own: whether a row is of the kind that is written here. A file that has others is not touched.
+        overwrite: begin anew, whatever is there.
+
+    Raises:
+        ValidationError: the file cannot be written, or holds something else.
+
+    """
+
+    def __init__(self, path: str, first: str, is_own: Callable[[dict[str, Any]], bool], *, overwrite: bool):
         self.path = Path(path).expanduser()
         self.rows: list[dict[str, Any]] = []
+        self._first, self._is_own = first, is_own
         try:
             whole = 0 if overwrite or not self.path.exists() else self._read()
             self._file: TextIO = self.path.open("a", encoding="utf-8")
@@ -79,20 +93,36 @@ class RowFile:
         whole = 0
         with self.path.open("rb") as file:
             for number, line in enumerate(file, start=1):
-                if not line.endswith(b"\n"):
-                    break
                 where = f"`{self.path}`, line {number}"
-                try:
-                    text = line.decode()
-                except UnicodeDecodeError:
-                    raise ValidationError(f"{where} is no text: give another file, or --overwrite") from None
-                if text.strip():
-                    try:
-                        self.rows.append(_object(where, text))
-                    except ValidationError as error:
-                        raise ValidationError(f"{error}: give another file, or --overwrite") from None
+                if not line.endswith(b"\n"):
+                    self._check_unfinished(where, line)
+                    break
+                if line.strip():
+                    self.rows.append(self._own(where, line))
                 whole += len(line)
         return whole
+
+    def _own(self, where: str, line: bytes) -> dict[str, Any]:
+        try:
+            row = _object(where, line.decode())
+        except UnicodeDecodeError:
+            raise ValidationError(f"{where} is no text: {_OTHERS}") from None
+        except ValidationError as error:
+            raise ValidationError(f"{error}: {_OTHERS}") from None
+        if not self._is_own(row):
+            raise ValidationError(f"{where} was not written by this command: {_OTHERS}")
+        return row
+
+    def _check_unfinished(self, where: str, line: bytes) -> None:
+        """Refuse a last line without its end that is not the beginning of a row of ours: it would be thrown away."""
+        begins = json.dumps({self._first: 0}).removesuffix("0}").encode()
+        try:
+            json.loads(line)
+        except ValueError:
+            if not line.startswith(begins[: len(line)]):
+                raise ValidationError(f"{where} was not written by this command: {_OTHERS}") from None
+        else:
+            self._own(where, line)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Add a row; it is there whatever happens next."""

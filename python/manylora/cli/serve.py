@@ -15,7 +15,7 @@ from manylora import _core
 from manylora.adapter_cache import prune
 from manylora.arguments import BY_NAME as ARGUMENTS
 from manylora.arguments import Treatment
-from manylora.cli.keys import read_keys, reloader
+from manylora.cli.keys import has_terminal, read_keys, reloader
 from manylora.cli.log import set_log
 from manylora.cli.modules import modules, register
 from manylora.exceptions import AdapterNotFoundError, ManyLoRAError, ValidationError
@@ -35,6 +35,7 @@ examples:
 every flag, and what those of vLLM do that are not shown: docs/serve-arguments.md
 
 environment:
+  MANYLORA_ADMIN_API_KEY                 the admin key, where --admin-api-key gives none
   MANYLORA_ALLOW_RUNTIME_LORA_UPDATING   1 lets adapters be loaded and unloaded over HTTP (also under VLLM_'s name)
   MANYLORA_API_KEY                       the API key, where --api-key gives none (also under VLLM_'s name)
   MANYLORA_LOG_STATS_INTERVAL            seconds between lines about the engine (also under VLLM_'s name)
@@ -157,17 +158,19 @@ def plan(arguments: argparse.Namespace) -> Plan:
         "reasoning_parser": given["reasoning_parser"] or None,
         "root_path": given["root_path"] or "",
         "describe_routes": not given["disable_fastapi_docs"],
+        "page": not given["disable_page"],
         "allowed_origins": _listed("allowed_origins", given["allowed_origins"]) or [],
         "allowed_methods": _listed("allowed_methods", given["allowed_methods"]),
         "allowed_headers": _listed("allowed_headers", given["allowed_headers"]),
     }
     server |= {name: given[name] for name in _AS_GIVEN}
+    server["admin_api_key"] = given["admin_api_key"] or os.environ.get("MANYLORA_ADMIN_API_KEY") or None
     return Plan(model, adapters, engine, server, given["keys_file"])
 
 
 # Flags that the server takes under the same name and as they are.
 _AS_GIVEN = (
-    "host", "port", "admin_api_key", "lora_root", "trust_request_chat_template", "max_adapter_series", "max_body_bytes",
+    "host", "port", "lora_root", "trust_request_chat_template", "max_adapter_series", "max_body_bytes",
     "shutdown_timeout", "tool_call_parser", "exclude_tools_when_tool_choice_none",
     "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs", "enable_ssl_refresh", "allow_credentials",
 )  # fmt: skip
@@ -205,7 +208,9 @@ def run(arguments: argparse.Namespace) -> int:
     as_json = arguments.log_format == "json"
     set_log(arguments.log_level or "info", json_lines=as_json)
     hung_up: list[int] = []
-    if arguments.keys_file:
+    # Without a keys file, a hangup ends who was started in a terminal, with it; a service has none and stays.
+    reloads = bool(arguments.keys_file) or not has_terminal()
+    if reloads:
         # What would end the process until the server listens for it. The keys are read before that.
         signal.signal(signal.SIGHUP, lambda number, _: hung_up.append(number))
     asked = plan(arguments)
@@ -216,7 +221,7 @@ def run(arguments: argparse.Namespace) -> int:
         register(llm.llm_engine, adapters, asked.server["served_model_names"])
         # The server handles them from here on; Python's own handler would raise beside it.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        reload = reloader(asked.keys_file) if asked.keys_file else None
+        reload = reloader(asked.keys_file) if reloads else None
 
         def ready(scheme: str, host: str, port: int, notes: list[str]) -> None:
             _ready(scheme, host, port, notes)

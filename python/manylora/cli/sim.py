@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from tqdm.auto import tqdm
 
 from manylora import _core, sim
 from manylora.cli import sim_picture, sim_table, sim_traces
 from manylora.cli.sim_flags import Range, add_flags, changes
-from manylora.exceptions import ManyLoRAError, ValidationError
+from manylora.exceptions import ValidationError
 
 EXAMPLES = """\
 examples:
@@ -45,26 +44,12 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_flags(parser)
-    # The usage of so many flags would hide the one line that says what is wrong.
-    parser.error = functools.partial(_refuse, parser)
     sim_traces.add_subcommands(parser)
-    parser.set_defaults(run=lambda arguments: run(parser, arguments))
+    parser.set_defaults(run=run)
 
 
-def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    """Answer; what is wrong with the question is usage: status 2."""
-    try:
-        return _answer(arguments)
-    except ValidationError as error:
-        _refuse(parser, str(error))
-
-
-def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    print(f"{parser.prog}: error: {message}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-def _answer(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Answer; the status is 1 if what was searched for is nowhere."""
     if arguments.plot:
         sim_picture.check_path(arguments.plot)
         sim_picture.check_axes(arguments.sweep)
@@ -98,7 +83,7 @@ def _answer(arguments: argparse.Namespace) -> int:
         try:
             sim_picture.draw(Path(arguments.plot), _title(config), drawn(result))
         except OSError as error:
-            raise ManyLoRAError(f"the picture `{arguments.plot}` cannot be written: {error}") from error
+            raise ValidationError(f"the picture `{arguments.plot}` cannot be written: {error}") from error
     return 1 if wanted and result["value"] is None else 0
 
 

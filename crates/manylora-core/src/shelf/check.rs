@@ -11,7 +11,10 @@ impl Shelf {
         }
         let loading = self.registrations.values().filter_map(|registration| registration.loading);
         let sums = loading.fold((0, 0, 0), |sums, (bytes, places)| (sums.0 + bytes, sums.1 + places, sums.2 + 1));
-        if sums != (self.loading_bytes, self.loading_places, self.loading_count) {
+        let mut listed = self.loading.clone();
+        listed.sort_unstable();
+        let all = self.registrations.iter().filter(|(_, registration)| registration.loading.is_some());
+        if sums != (self.loading_bytes, self.loading_places, self.loading.len()) || !all.map(|(&id, _)| id).eq(listed) {
             return Err(format!("loads miscounted: {sums:?}"));
         }
         let mut fixed = (0, 0, 0);

@@ -3,6 +3,7 @@
 use manylora_core::plan::PLACEHOLDER;
 use manylora_core::{
     CoreConfig, CoreError, Event, FailureReason, FinishReason, NewRequest, RequestId, SchedulingPolicy, UnloadMode,
+    Users,
 };
 
 use crate::driver::{BLOCK_BYTES, Driver, Ending, config, prompt, request};
@@ -408,11 +409,14 @@ fn users_are_told_by_whether_they_run() {
     driver.submit(&prompt(4, 4), 9, &[cold, cold]);
     driver.submit(&prompt(5, 4), 9, &[]);
     let users = driver.core.users();
-    let told = |id| users.get(&id).map(|users| (users.running, users.waiting));
+    let told = |id| users.adapters.get(&id).map(|users| (users.running, users.waiting));
     assert_eq!((told(alpha), told(beta), told(cold)), (Some((2, 0)), Some((1, 1)), Some((0, 1))));
+    assert_eq!((users.base.running, users.base.waiting), (0, 1));
     let stats = driver.core.stats();
     assert_eq!((stats.running, stats.waiting, stats.waiting_for_adapters), (2, 3, 1));
+    assert_eq!(driver.core.loading().collect::<Vec<_>>(), [cold]);
     assert!(driver.core.is_resident(alpha) && !driver.core.is_resident(cold));
     driver.finish();
-    assert!(driver.core.users().is_empty());
+    assert_eq!(driver.core.users(), Users::default());
+    assert_eq!(driver.core.loading().len(), 0);
 }

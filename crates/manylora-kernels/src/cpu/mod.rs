@@ -46,7 +46,7 @@ pub use level::{LEVEL_VARIABLE, SimdLevel};
 pub use memory::{AlignedVec, Buffer, HeldBytes, Plain};
 pub use pack::{PackedWeight, PanelFormat, packed_weight_bytes};
 pub use pool::{CoreLoan, Pool, PoolOptions, take_what_is_left};
-pub use topology::default_threads;
+pub use topology::{Processors, default_threads};
 
 use crate::backend::{
     AdapterTable, AttentionShape, Backend, BufferKind, FactorFeed, FillFactors, HeadInputs, KvShape, LinearPart,

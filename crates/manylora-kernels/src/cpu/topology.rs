@@ -3,12 +3,37 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
+/// What this process may use of the machine's processors.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Processors {
+    /// Logical processors of the affinity mask.
+    pub logical: usize,
+    /// Physical cores of those.
+    pub physical: usize,
+    /// Processors' worth of time that the cgroup grants; None = no limit.
+    pub quota: Option<f64>,
+}
+
+impl Processors {
+    /// As it is now.
+    pub fn here() -> Self {
+        let cpus = allowed_cpus();
+        Self {
+            logical: cpus.len(),
+            physical: physical_cores(&cpus, Path::new("/sys/devices/system/cpu")),
+            quota: cgroup_quota(Path::new("/proc/self/cgroup"), Path::new("/sys/fs/cgroup")),
+        }
+    }
+
+    /// Threads to use when nobody says otherwise: min(physical cores, cgroup quota), at least 1.
+    pub fn default_threads(&self) -> usize {
+        self.quota.map_or(self.physical, |quota| self.physical.min(quota as usize)).max(1)
+    }
+}
+
 /// Threads to use when nobody says otherwise: min(physical cores of the affinity mask, cgroup quota), at least 1.
 pub fn default_threads() -> usize {
-    let cpus = allowed_cpus();
-    let cores = physical_cores(&cpus, Path::new("/sys/devices/system/cpu"));
-    let quota = cgroup_quota(Path::new("/proc/self/cgroup"), Path::new("/sys/fs/cgroup"));
-    quota.map_or(cores, |quota| cores.min(quota as usize)).max(1)
+    Processors::here().default_threads()
 }
 
 /// The logical processors this process may run on.

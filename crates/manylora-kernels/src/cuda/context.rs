@@ -35,6 +35,36 @@ pub struct DeviceProperties {
     pub driver: (u32, u32),
 }
 
+impl DeviceProperties {
+    /// Asks the driver what card `ordinal` is. Takes nothing of the card, however old it is.
+    pub fn read(ordinal: usize) -> Result<Self, CudaError> {
+        let library = DriverLibrary::load()?;
+        let count = device_count()?;
+        if ordinal >= count {
+            return Err(CudaError::Ordinal { ordinal, count });
+        }
+        let device = result::device::get(ordinal as i32).of("cuDeviceGet")?;
+        let attribute = |which: sys::CUdevice_attribute| {
+            // SAFETY: `device` came from the driver.
+            unsafe { result::device::get_attribute(device, which) }.of("cuDeviceGetAttribute").map(|value| value as u32)
+        };
+        Ok(Self {
+            ordinal,
+            name: result::device::get_name(device).of("cuDeviceGetName")?,
+            capability: (
+                attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+                attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+            ),
+            // SAFETY: `device` came from the driver.
+            memory: unsafe { result::device::total_mem(device) }.of("cuDeviceTotalMem")?,
+            multiprocessors: attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+            shared_memory: attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?
+                as usize,
+            driver: library.version()?,
+        })
+    }
+}
+
 /// Memory of a card at one moment, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceMemoryState {
@@ -81,32 +111,12 @@ impl Context {
     /// Opens card `ordinal` and binds this thread to it. Refuses a driver or a card that is too old.
     pub fn open(ordinal: usize) -> Result<Arc<Self>, CudaError> {
         let library = DriverLibrary::load()?;
-        let count = device_count()?;
-        if ordinal >= count {
-            return Err(CudaError::Ordinal { ordinal, count });
+        let properties = DeviceProperties::read(ordinal)?;
+        let (major, minor) = properties.capability;
+        if (major, minor) < LEAST_CAPABILITY {
+            return Err(CudaError::DeviceTooOld { name: properties.name, major, minor });
         }
         let device = result::device::get(ordinal as i32).of("cuDeviceGet")?;
-        let attribute = |which: sys::CUdevice_attribute| {
-            // SAFETY: `device` came from the driver.
-            unsafe { result::device::get_attribute(device, which) }.of("cuDeviceGetAttribute").map(|value| value as u32)
-        };
-        let name = result::device::get_name(device).of("cuDeviceGetName")?;
-        let major = attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
-        let minor = attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
-        if (major, minor) < LEAST_CAPABILITY {
-            return Err(CudaError::DeviceTooOld { name, major, minor });
-        }
-        let properties = DeviceProperties {
-            ordinal,
-            name,
-            capability: (major, minor),
-            // SAFETY: `device` came from the driver.
-            memory: unsafe { result::device::total_mem(device) }.of("cuDeviceTotalMem")?,
-            multiprocessors: attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
-            shared_memory: attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?
-                as usize,
-            driver: library.version()?,
-        };
         // SAFETY: `device` came from the driver; released in `drop`, which every later path reaches.
         let raw = unsafe { result::primary_ctx::retain(device) }.of("cuDevicePrimaryCtxRetain")?;
         let context = Arc::new(Self { device, raw, properties, library, late: AtomicU32::new(0) });

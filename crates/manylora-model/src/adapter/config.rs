@@ -33,14 +33,25 @@ impl AdapterConfig {
 
     /// Reads a configuration and refuses what cannot be applied, all objections at once.
     pub(super) fn parse(text: &[u8], max_rank: usize) -> Result<Self, Fault> {
-        let value: Value = serde_json::from_slice(text).map_err(|error| {
-            Fault::invalid(format!("`adapter_config.json` is not JSON: {error}")).key("adapter_config.json")
-        })?;
-        Self::from_value(&value, max_rank)
+        let (config, fault) = Self::parse_with_fault(text, max_rank)?;
+        fault.map_or(Ok(config), Err)
     }
 
     /// As [`Self::parse`], from JSON in memory.
     pub(super) fn from_value(value: &Value, max_rank: usize) -> Result<Self, Fault> {
+        let (config, fault) = Self::read(value, max_rank)?;
+        fault.map_or(Ok(config), Err)
+    }
+
+    /// As [`Self::parse`], with the fault beside what could be read, where that is enough to look at the tensors.
+    pub(super) fn parse_with_fault(text: &[u8], max_rank: usize) -> Result<(Self, Option<Fault>), Fault> {
+        let value: Value = serde_json::from_slice(text).map_err(|error| {
+            Fault::invalid(format!("`adapter_config.json` is not JSON: {error}")).key("adapter_config.json")
+        })?;
+        Self::read(&value, max_rank)
+    }
+
+    fn read(value: &Value, max_rank: usize) -> Result<(Self, Option<Fault>), Fault> {
         let Value::Object(config) = value else {
             return Err(Fault::invalid("`adapter_config.json` is not a JSON object"));
         };
@@ -57,13 +68,14 @@ impl AdapterConfig {
         check_targets(config, &mut objections);
         let base_model = read_base_model(config, &mut objections);
         let ties_head_to_embedding = read_bool(config, "ensure_weight_tying", &mut objections);
-        if let (Some(scaling), true) = (scaling, objections.is_empty()) {
-            let target_modules = listed_targets(config);
-            let warnings = warnings(config);
-            return Ok(Self { scaling, base_model, target_modules, ties_head_to_embedding, warnings });
-        }
-        let reason = objections.iter().map(|objection| objection.message.as_str()).collect::<Vec<_>>().join("; ");
-        Err(Fault::invalid(reason).keys(objections.into_iter().map(|objection| objection.key)))
+        let fault = (!objections.is_empty())
+            .then(|| Fault::several(objections.into_iter().map(|objection| (objection.key, objection.message))));
+        let Some(scaling) = scaling else {
+            return Err(fault.unwrap_or_else(|| Fault::invalid("`r` and `lora_alpha` could not be read")));
+        };
+        let target_modules = listed_targets(config);
+        let warnings = warnings(config);
+        Ok((Self { scaling, base_model, target_modules, ties_head_to_embedding, warnings }, fault))
     }
 
     /// Features of [`AdapterFeature`] that an active key of this configuration asks for; what [`super::inspect`]

@@ -15,11 +15,13 @@ pub(super) struct Fault {
     kind: RefusalKind,
     keys: Vec<String>,
     reason: String,
+    /// Of keys that have one of their own.
+    reasons: Vec<(String, String)>,
 }
 
 impl Fault {
     pub(super) fn invalid(reason: impl Into<String>) -> Self {
-        Self { kind: RefusalKind::Invalid, keys: Vec::new(), reason: reason.into() }
+        Self { kind: RefusalKind::Invalid, keys: Vec::new(), reason: reason.into(), reasons: Vec::new() }
     }
 
     pub(super) fn not_found(reason: impl Into<String>) -> Self {
@@ -57,8 +59,19 @@ impl Fault {
         self
     }
 
+    /// Several things are wrong, each with a key: all of them together are the reason.
+    pub(super) fn several(each: impl IntoIterator<Item = (String, String)>) -> Self {
+        let reasons: Vec<(String, String)> = each.into_iter().collect();
+        let joined = reasons.iter().map(|(_, reason)| reason.as_str()).collect::<Vec<_>>().join("; ");
+        let keys = reasons.iter().map(|(key, _)| key.clone()).collect();
+        Self { keys, reasons, ..Self::invalid(joined) }
+    }
+
     /// The refusal as the outside sees it. Keys without a reason of their own in the report get this one.
     pub(super) fn into_refusal(self, mut report: LoadReport) -> AdapterRefusal {
+        for (key, reason) in self.reasons {
+            report.refused.entry(key).or_insert(reason);
+        }
         for key in &self.keys {
             report.refused.entry(key.clone()).or_insert_with(|| self.reason.clone());
         }

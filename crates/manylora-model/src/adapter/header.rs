@@ -12,10 +12,11 @@ use super::config::AdapterConfig;
 use super::factors::TensorBytes;
 use super::fault::Fault;
 use super::folder::Folder;
-use super::matching::{Matched, match_tensors};
+use super::matching::{Matched, match_tensors, note_tensors};
 use super::policy::AdapterPolicy;
 use super::prepared::{PreparedAdapter, must_tie, prepare, prepare_into};
 use super::report::LoadReport;
+use super::scaling::Scaling;
 use super::tensor_file::{TensorEntry, read_header};
 use super::tokenizer_ids;
 use crate::error::{AdapterRefusal, ModelError};
@@ -70,6 +71,11 @@ impl AdapterHeader {
     /// What is known without the tensors.
     pub fn report(&self) -> &LoadReport {
         &self.report
+    }
+
+    /// Ranks and scales by module.
+    pub fn scaling(&self) -> &Scaling {
+        &self.checked.config.scaling
     }
 
     /// What a user should look at.
@@ -206,9 +212,18 @@ fn check(path: &Path, policy: &AdapterPolicy, report: &mut LoadReport) -> Result
         let hint = if folder.has("config.json") { ": this is a whole model, not an adapter" } else { "" };
         return Err(Fault::not_found(format!("No adapter found for `{}`: it has no `{CONFIG}`{hint}", path.display())));
     };
-    let config = AdapterConfig::parse(&text, policy.max_rank)?;
-    config.describe(report);
-    check_base_name(&config, policy, report)?;
+    let (config, objections) = AdapterConfig::parse_with_fault(&text, policy.max_rank)?;
+    let refused = objections.map_or_else(
+        || {
+            config.describe(report);
+            check_base_name(&config, policy, report)
+        },
+        Err,
+    );
+    if let Err(fault) = refused {
+        note_what_else(&folder, &config, policy, report);
+        return Err(fault);
+    }
     let Some(mut tensors_file) = folder.open(TENSORS)? else {
         return Err(weights_missing(&folder, path));
     };
@@ -217,6 +232,15 @@ fn check(path: &Path, policy: &AdapterPolicy, report: &mut LoadReport) -> Result
     let matched = match_tensors(&config, &tensors, policy, report)?;
     tokenizer_ids::check(&folder, policy, report)?;
     Ok(Checked { config, matched, tensors, file: tensors_file.file, stamp })
+}
+
+/// Writes to the report of an adapter that is refused already what its tensors are, if they can be looked at.
+fn note_what_else(folder: &Folder, config: &AdapterConfig, policy: &AdapterPolicy, report: &mut LoadReport) {
+    let Ok(Some(mut opened)) = folder.open(TENSORS) else { return };
+    let Ok(metadata) = opened.file.metadata() else { return };
+    if let Ok(tensors) = read_header(&mut opened.file, metadata.len(), TENSORS) {
+        note_tensors(config, &tensors, policy, report);
+    }
 }
 
 fn weights_missing(folder: &Folder, path: &Path) -> Fault {

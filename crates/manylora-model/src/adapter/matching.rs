@@ -55,6 +55,13 @@ impl Problems {
         self.0.push((key.to_owned(), reason.into()));
     }
 
+    /// Writes them to the report, where it says nothing of the key yet.
+    fn note(self, report: &mut LoadReport) {
+        for (key, reason) in self.0 {
+            report.refused.entry(key).or_insert(reason);
+        }
+    }
+
     /// The fault, if there is a problem: the first reason stands for all, the report has each.
     fn into_result(self, report: &mut LoadReport) -> Result<(), Fault> {
         let Some((_, reason)) = self.0.first() else {
@@ -94,8 +101,16 @@ pub(super) fn match_tensors(
     }
     problems.into_result(report)?;
 
-    let groups = group_by_site(tensors, policy, report)?;
-    let matched = check_groups(config, tensors, policy, groups, report)?;
+    let (groups, problems) = group_by_site(tensors, policy, report);
+    let (matched, others) = check_groups(config, tensors, policy, groups);
+    // The first kind of problem is the reason; for whoever looks closer, the report has every key.
+    let (reason, rest) = if problems.0.is_empty() { (others, Problems::default()) } else { (problems, others) };
+    if let Err(fault) = reason.into_result(report) {
+        rest.note(report);
+        note_matched(tensors, &matched, report);
+        note_others(tensors, &matched, report);
+        return Err(fault);
+    }
     if matched.sites.is_empty() {
         let keys: Vec<&str> = tensors.iter().map(|tensor| tensor.name.as_str()).collect();
         return Err(Fault::invalid(format!(
@@ -144,7 +159,7 @@ fn group_by_site(
     tensors: &[TensorEntry],
     policy: &AdapterPolicy,
     report: &mut LoadReport,
-) -> Result<BTreeMap<Site, Group>, Fault> {
+) -> (BTreeMap<Site, Group>, Problems) {
     let mut groups: BTreeMap<Site, Group> = BTreeMap::new();
     let mut problems = Problems::default();
     let mut foreign = Vec::new();
@@ -233,8 +248,7 @@ fn group_by_site(
             wrapped[0]
         ));
     }
-    problems.into_result(report)?;
-    Ok(groups)
+    (groups, problems)
 }
 
 fn foreign_reason(foreign: &[(&str, String)], policy: &AdapterPolicy) -> String {
@@ -257,8 +271,7 @@ fn check_groups(
     tensors: &[TensorEntry],
     policy: &AdapterPolicy,
     groups: BTreeMap<Site, Group>,
-    report: &mut LoadReport,
-) -> Result<Matched, Fault> {
+) -> (Matched, Problems) {
     let mut problems = Problems::default();
     let mut matched = Matched::default();
     for (site, group) in groups {
@@ -301,8 +314,48 @@ fn check_groups(
         let shape = SiteShape { site, rank, input: input as u32, output: output as u32, scale };
         matched.sites.push(MatchedSite { shape, module, a, b });
     }
-    problems.into_result(report)?;
-    Ok(matched)
+    (matched, problems)
+}
+
+/// Tensors of whole sites.
+fn note_matched(tensors: &[TensorEntry], matched: &Matched, report: &mut LoadReport) {
+    report
+        .matched
+        .extend(matched.sites.iter().flat_map(|site| [site.a, site.b]).map(|tensor| tensors[tensor].name.clone()));
+    report.matched.sort();
+}
+
+/// Tensors of which nothing was said so far, although their adapter is refused.
+fn note_others(tensors: &[TensorEntry], matched: &Matched, report: &mut LoadReport) {
+    for copy in &matched.copies {
+        let name = &tensors[copy.tensor].name;
+        if !report.refused.contains_key(name) {
+            let reason = format!("a copy of the base's `{}`, not compared with it", copy.module);
+            report.ignored.insert(name.clone(), reason);
+        }
+    }
+    for TensorEntry { name, .. } in tensors {
+        if report.matched.binary_search(name).is_err() && !report.ignored.contains_key(name) {
+            let reason = "another tensor of its module is refused, or missing";
+            report.refused.entry(name.clone()).or_insert_with(|| reason.to_owned());
+        }
+    }
+}
+
+/// What of the tensors of an adapter whose configuration is refused already would be applied and what would not, for its
+/// report.
+pub(super) fn note_tensors(
+    config: &AdapterConfig,
+    tensors: &[TensorEntry],
+    policy: &AdapterPolicy,
+    report: &mut LoadReport,
+) {
+    let (groups, problems) = group_by_site(tensors, policy, report);
+    let (matched, others) = check_groups(config, tensors, policy, groups);
+    problems.note(report);
+    others.note(report);
+    note_matched(tensors, &matched, report);
+    note_others(tensors, &matched, report);
 }
 
 fn check_dtype(tensor: &TensorEntry, problems: &mut Problems) {
@@ -383,9 +436,8 @@ fn fill_report(tensors: &[TensorEntry], policy: &AdapterPolicy, matched: &Matche
     for site in &matched.sites {
         let SiteShape { rank, input, output, scale, .. } = site.shape;
         report.modules.insert(site.module.clone(), ModuleReport { rank, scale, effect: None });
-        report.matched.extend([site.a, site.b].map(|tensor| tensors[tensor].name.clone()));
         let elements = u64::from(rank) * (u64::from(input) + u64::from(output));
         report.bytes += elements * policy.dtype.bytes() as u64;
     }
-    report.matched.sort();
+    note_matched(tensors, matched, report);
 }

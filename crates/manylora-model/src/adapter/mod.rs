@@ -5,7 +5,7 @@
 //! request can name it. Reading order: [`policy`] (what it is checked against), [`config`] and [`scaling`] (what
 //! `adapter_config.json` says), [`names`] and [`modules`] (which tensor belongs where), [`matching`] (the two put
 //! together), [`folder`] and [`tensor_file`] (reading untrusted files), [`factors`], [`header`] and [`prepared`] (the results),
-//! [`report`], [`digest`] and [`combinations`].
+//! [`report`], [`digest`] and [`combinations`]; [`spectrum`] is for those who look closer.
 //!
 //! An adapter may also be given in memory: [`PreparedAdapter::from_tensors`], with `candle_tensors` of the feature
 //! `candle` for those who have them as candle tensors.
@@ -33,6 +33,7 @@ pub mod policy;
 pub mod prepared;
 pub mod report;
 pub mod scaling;
+pub mod spectrum;
 pub mod tensor_file;
 mod tokenizer_ids;
 
@@ -45,3 +46,4 @@ pub use prepared::{MemoryTensor, PreparedAdapter};
 pub use report::{LoadReport, ModuleReport};
 /// Element type of a [`MemoryTensor`].
 pub use safetensors::Dtype;
+pub use spectrum::Spectrum;

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use half::{bf16, f16};
 use manylora_kernels::cpu::{FactorMeter, SimdLevel};
 use manylora_kernels::{FactorSink, KernelError, RowSource, Site, SiteShape, StorageType, StoredFactor};
+use rayon::prelude::*;
 use safetensors::Dtype;
 use serde_json::Value;
 
@@ -17,6 +18,7 @@ use super::header::check_base_name;
 use super::matching::{BaseCopy, Matched, MatchedSite, match_tensors};
 use super::policy::AdapterPolicy;
 use super::report::LoadReport;
+use super::spectrum::Spectrum;
 use super::tensor_file::TensorEntry;
 use crate::error::AdapterRefusal;
 
@@ -75,6 +77,20 @@ impl PreparedAdapter {
     /// Gives the factors of every site, as they are stored, to whoever packs them.
     pub fn feed(&self, sink: &mut FactorSink<'_>) -> Result<(), KernelError> {
         self.factors.iter().enumerate().try_for_each(|(index, (a, b))| sink(index, a, b))
+    }
+
+    /// Singular values of B A at each of `sites`, on all threads. The largest step holds one site's factors as f32 and a few
+    /// matrices of `[rank, rank]` for each thread.
+    pub fn spectra(&self) -> Vec<Spectrum> {
+        let of = |(place, site): (usize, &SiteShape)| {
+            let (mut a, mut b) = (Vec::new(), Vec::new());
+            if let Some((stored_a, stored_b)) = self.factors.site(place) {
+                widen(stored_a, &mut a);
+                widen(stored_b, &mut b);
+            }
+            Spectrum::of(&a, &b, site.rank as usize)
+        };
+        self.sites.par_iter().enumerate().map(of).collect()
     }
 
     /// Bytes that this value holds on the host.

@@ -28,7 +28,7 @@ pub struct LoadReport {
     pub base_model: Option<String>,
     /// Adapted modules by their path in the base.
     pub modules: BTreeMap<String, ModuleReport>,
-    /// Tensors that are applied, sorted.
+    /// Tensors that are applied, sorted; of a refused adapter, those that nothing is wrong with, as far as it was looked at.
     pub matched: Vec<String>,
     /// Tensors that are not applied although nothing is lost by it, with the reason.
     pub ignored: BTreeMap<String, String>,

@@ -103,10 +103,20 @@ impl Scaling {
         self.rank_pattern.get(module).unwrap_or(self.rank)
     }
 
+    /// Alpha of a module by its path in the base.
+    pub fn alpha(&self, module: &str) -> f64 {
+        self.alpha_pattern.get(module).unwrap_or(self.alpha)
+    }
+
+    /// Whether scales are alpha/sqrt(r).
+    pub const fn rank_stabilized(&self) -> bool {
+        self.rank_stabilized
+    }
+
     /// alpha/r, or alpha/sqrt(r) for rank-stabilized adapters (Kalajdzievski 2023).
     pub fn scale(&self, module: &str) -> f32 {
         let rank = f64::from(self.rank(module));
-        let alpha = self.alpha_pattern.get(module).unwrap_or(self.alpha);
+        let alpha = self.alpha(module);
         let divisor = if self.rank_stabilized { rank.sqrt() } else { rank };
         (alpha / divisor) as f32
     }

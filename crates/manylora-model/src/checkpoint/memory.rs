@@ -9,10 +9,20 @@ pub fn available_bytes() -> Option<u64> {
     available_bytes_under(Path::new("/"))
 }
 
+/// Bytes that the cgroup allows, used or not; None without a limit.
+pub fn limit_bytes() -> Option<u64> {
+    limit_bytes_under(Path::new("/"))
+}
+
+/// As [`limit_bytes`], with another root for `proc` and `sys`.
+pub fn limit_bytes_under(root: &Path) -> Option<u64> {
+    least_of_cgroups(root, limit)
+}
+
 /// As [`available_bytes`], with another root for `proc` and `sys`.
 pub fn available_bytes_under(root: &Path) -> Option<u64> {
     let machine = meminfo(&root.join("proc/meminfo"))?;
-    Some(cgroup_headroom(root).map_or(machine, |limit| limit.min(machine)))
+    Some(least_of_cgroups(root, headroom).map_or(machine, |limit| limit.min(machine)))
 }
 
 fn meminfo(path: &Path) -> Option<u64> {
@@ -24,8 +34,8 @@ fn meminfo(path: &Path) -> Option<u64> {
     field("MemAvailable").or_else(|| field("MemFree"))
 }
 
-/// The least headroom of this process's cgroup and its ancestors, v2 and v1.
-fn cgroup_headroom(root: &Path) -> Option<u64> {
+/// The least of what this process's cgroup and its ancestors, v2 and v1, say.
+fn least_of_cgroups(root: &Path, ask: fn(&Path, Version) -> Option<u64>) -> Option<u64> {
     let membership = std::fs::read_to_string(root.join("proc/self/cgroup")).ok()?;
     let mut least: Option<u64> = None;
     for line in membership.lines() {
@@ -42,8 +52,8 @@ fn cgroup_headroom(root: &Path) -> Option<u64> {
         };
         // Inside a container the named path often is not visible; its limits are then at the mount itself.
         for folder in self_and_ancestors(&mount, path) {
-            if let Some(headroom) = headroom(&folder, version) {
-                least = Some(least.map_or(headroom, |least| least.min(headroom)));
+            if let Some(found) = ask(&folder, version) {
+                least = Some(least.map_or(found, |least| least.min(found)));
             }
         }
     }
@@ -63,14 +73,22 @@ fn self_and_ancestors(mount: &Path, path: &str) -> Vec<PathBuf> {
     relative.ancestors().map(|ancestor| mount.join(ancestor)).collect()
 }
 
+fn limit(folder: &Path, version: Version) -> Option<u64> {
+    let name = match version {
+        Version::One => "memory.limit_in_bytes",
+        Version::Two => "memory.max",
+    };
+    // "max" (v2) does not parse; v1 spells "no limit" as a number near 2^63.
+    std::fs::read_to_string(folder.join(name)).ok()?.trim().parse().ok().filter(|limit| *limit < 1 << 62)
+}
+
 fn headroom(folder: &Path, version: Version) -> Option<u64> {
-    let (limit, usage, cached) = match version {
-        Version::One => ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        Version::Two => ("memory.max", "memory.current", "inactive_file"),
+    let (usage, cached) = match version {
+        Version::One => ("memory.usage_in_bytes", "total_inactive_file"),
+        Version::Two => ("memory.current", "inactive_file"),
     };
     let read = |name: &str| std::fs::read_to_string(folder.join(name)).ok();
-    // "max" (v2) does not parse; v1 spells "no limit" as a number near 2^63.
-    let limit: u64 = read(limit)?.trim().parse().ok().filter(|limit| *limit < 1 << 62)?;
+    let limit = limit(folder, version)?;
     let usage: u64 = read(usage)?.trim().parse().ok()?;
     // Pages of files that can be dropped at once count as usage and are not.
     let cached = read("memory.stat")
@@ -111,6 +129,7 @@ mod tests {
         write(root, "sys/fs/cgroup/parent/memory.current", "700000\n");
         write(root, "sys/fs/cgroup/parent/memory.stat", "anon 1\nfile 9\ninactive_file 50000\n");
         assert_eq!(available_bytes_under(root), Some(350_000));
+        assert_eq!(limit_bytes_under(root), Some(1_000_000));
 
         write(root, "proc/self/cgroup", "5:cpu:/a\n4:memory:/a\n");
         write(root, "sys/fs/cgroup/memory/memory.limit_in_bytes", "900000\n");
@@ -124,5 +143,6 @@ mod tests {
     fn a_system_that_does_not_say() {
         let folder = tempfile::tempdir().unwrap();
         assert_eq!(available_bytes_under(folder.path()), None);
+        assert_eq!(limit_bytes_under(folder.path()), None);
     }
 }

@@ -102,6 +102,12 @@ impl Tokenizer {
         Self { inner: Arc::new(Inner { pipeline, text, reach, special, added, named, bos, eos, max_id, vocab_size }) }
     }
 
+    /// The text of a `tokenizer.json` that says the same, as far as the library writes it: what joins tokens to text may be
+    /// missing from those of GGUF files.
+    pub(crate) fn to_json(&self) -> Result<serde_json::Value, ModelError> {
+        serde_json::to_value(&self.inner.pipeline).map_err(|error| ModelError::Tokenizer(error.to_string()))
+    }
+
     /// Token ids of a text. `add_special_tokens` adds what the tokenizer puts around a prompt (bos, for those that do);
     /// special tokens written out in the text are recognised either way.
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, ModelError> {

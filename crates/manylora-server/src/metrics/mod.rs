@@ -181,7 +181,7 @@ impl Seen {
 }
 
 /// Where adapters are resident.
-fn tier(info: &EngineInfo) -> Tier {
+pub(crate) fn tier(info: &EngineInfo) -> Tier {
     if info.card.is_some() { Tier::Device } else { Tier::Host }
 }
 
@@ -192,9 +192,18 @@ fn kv_cache_usage(stats: &EngineStats) -> f64 {
 
 /// Where adapters can be resident.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Tier {
+pub(crate) enum Tier {
     /// The processor's memory.
     Host,
     /// A card's.
     Device,
+}
+
+impl Tier {
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Host => "host",
+            Self::Device => "device",
+        }
+    }
 }

@@ -7,7 +7,7 @@ use crate::cost::StepWork;
 const KNOTS: [f64; 13] = [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0];
 
 /// Names of the quantities, in the order of [`features`], after one for each stretch of rows.
-const OTHERS: [&str; 9] = [
+const OTHERS: [&str; 10] = [
     "step",
     "sequence",
     "started_sequence",
@@ -17,6 +17,8 @@ const OTHERS: [&str; 9] = [
     "adapter",
     "adapter_byte",
     "adapter_row_parameter",
+    // What reading takes from steps: a core, the memory's bandwidth, the engine thread's time to install it.
+    "load_under_way",
 ];
 
 /// How many stretches of rows there are; they come first.
@@ -49,6 +51,7 @@ pub(super) fn features(work: &StepWork) -> [f64; COUNT] {
         work.adapters,
         work.adapter_bytes,
         work.adapter_row_parameters,
+        work.loads,
     ];
     for (place, value) in all[KNOTS.len()..].iter_mut().zip(others) {
         *place = value as f64;

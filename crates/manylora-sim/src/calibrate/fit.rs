@@ -21,9 +21,11 @@ pub(super) struct LoadSample {
 }
 
 /// How often weights are found anew.
-const ROUNDS: usize = 6;
-/// Relative deviations below so many times their median count fully (Huber).
-const TOLERATED: f64 = 1.5;
+const ROUNDS: usize = 10;
+/// Relative deviations up to this count fully, others the less the further: a step that took more than twice its time was held up
+/// by something else. A lower bound would fit medians, and steps whose times vary much (those with prompts) would be paid
+/// for by those that do not.
+const TOLERATED: f64 = 1.0;
 
 /// Coefficients of steps.
 pub(super) fn steps(samples: &[StepSample]) -> [f64; COUNT] {
@@ -59,23 +61,27 @@ pub(super) fn loads(samples: &[LoadSample]) -> (LoadSeconds, LoadSeconds) {
     }
 }
 
-/// Least squares of relative deviations, with Huber's weights, scaled so that the sums of measured and fitted are equal.
+/// Least squares of relative deviations, of which great ones count less, scaled so that the sums of measured and fitted are equal.
+///
+/// Deviations are relative to what was fitted the time before, as where the standard deviation is a share of the mean. Relative to
+/// what was measured, long times would count for less than short ones that are as far off, and kinds of steps whose times
+/// vary much would come out too short beside the others.
 fn robust<const N: usize>(rows: &[([f64; N], f64)]) -> Vec<f64> {
     let mut weights = vec![1.0; rows.len()];
+    let mut units: Vec<f64> = rows.iter().map(|row| row.1).collect();
     let mut found = vec![0.0; N];
     for _ in 0..ROUNDS {
         let mut problem = LeastSquares::new(N);
-        for ((row, seconds), weight) in rows.iter().zip(&weights) {
-            problem.add(&row.map(|quantity| quantity / seconds), 1.0, *weight);
+        for ((row, seconds), (weight, unit)) in rows.iter().zip(weights.iter().zip(&units)) {
+            problem.add(&row.map(|quantity| quantity / unit), seconds / unit, *weight);
         }
         found = problem.solve();
-        let deviations: Vec<f64> = rows.iter().map(|row| (fitted(row, &found) / row.1 - 1.0).abs()).collect();
-        let mut sorted = deviations.clone();
-        sorted.sort_by(f64::total_cmp);
-        let Some(&median) = sorted.get(sorted.len() / 2) else { break };
-        let tolerated = (TOLERATED * median).max(1e-9);
-        for (weight, deviation) in weights.iter_mut().zip(&deviations) {
-            *weight = (tolerated / deviation.max(tolerated)).min(1.0);
+        for (unit, row) in units.iter_mut().zip(rows) {
+            let fitted = fitted(row, &found);
+            *unit = if fitted > 0.0 { fitted } else { row.1 };
+        }
+        for ((weight, unit), row) in weights.iter_mut().zip(&units).zip(rows) {
+            *weight = (TOLERATED / (row.1 / unit - 1.0).abs().max(TOLERATED)).powi(2);
         }
     }
     let measured: f64 = rows.iter().map(|row| row.1).sum();

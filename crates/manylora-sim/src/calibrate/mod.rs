@@ -3,9 +3,9 @@
 //! Traces are replayed ([`crate::replay`]), which gives the work of every step beside the seconds that it took: all phases of
 //! the engine's loop, so that what the engine does between two steps is in the time of the second. A step's time is a sum of
 //! quantities of its work (rows, by stretches with slopes of their own; sequences, and those that begin; sampled rows; positions
-//! read; adapters, their bytes, their arithmetic), each with a coefficient that is not negative. The coefficients are those of
-//! least squares of the *relative* deviation, found a few times over with less weight for what deviates much (Huber's weights),
-//! because a busy machine stretches some steps; in the end all are multiplied by one number, so that the steps take as long
+//! read; adapters, their bytes, their arithmetic; loads that are under way), each with a coefficient that is not negative. The coefficients are those of
+//! least squares of the *relative* deviation, found a few times over, with less weight for steps that took more than twice what
+//! others like them do, because something else held them up; in the end all are multiplied by one number, so that the steps take as long
 //! together as they did. A load is a constant and a time for each byte, by whether the engine had read that adapter before.
 
 mod compare;
@@ -27,6 +27,7 @@ pub use report::{Fit, Residuals};
 use crate::cost::{AdapterShape, CostModel, StepWork, Tier};
 use crate::error::SimError;
 use crate::replay::{ReplayObserver, replay};
+use crate::run::Watch;
 use features::features;
 use fit::{LoadSample, StepSample};
 
@@ -93,6 +94,22 @@ impl Calibration {
         serde_json::to_string_pretty(self).expect("a calibration is numbers and text") + "\n"
     }
 
+    /// Refuses a calibration that was made without adapters: it would have them cost nothing.
+    pub fn check_adapters(&self) -> Result<(), SimError> {
+        if self.fit.has_adapters() {
+            return Ok(());
+        }
+        let message = "no step of its traces had an adapter, so it would have adapters take no time; calibrate with traces \
+                       of a load with adapters, or leave them out here";
+        Err(SimError::field("calibration", self.model.join(", "), message))
+    }
+
+    /// What a run with adapters should be told, if anything.
+    pub fn adapter_note(&self) -> Option<String> {
+        let told = || "loads of adapters take no time here: the calibration's traces have none".to_owned();
+        self.fit.loads.values().all(|one| one.count == 0).then(told)
+    }
+
     /// The cost model.
     pub fn cost(&self) -> Result<Calibrated, SimError> {
         let mut coefficients = [0.0; features::COUNT];
@@ -105,17 +122,17 @@ impl Calibration {
                     format!("known are {}", names.join(", ")),
                 ));
             };
-            coefficients[place] = positive(&format!("step_seconds.{name}"), seconds)?;
+            coefficients[place] = seconds_of(&format!("step_seconds.{name}"), seconds)?;
         }
         for (name, load) in [("first_load", self.first_load), ("later_load", self.later_load)] {
-            positive(&format!("{name}.each"), load.each)?;
-            positive(&format!("{name}.per_byte"), load.per_byte)?;
+            seconds_of(&format!("{name}.each"), load.each)?;
+            seconds_of(&format!("{name}.per_byte"), load.per_byte)?;
         }
         Ok(Calibrated { coefficients, first_load: self.first_load, later_load: self.later_load })
     }
 }
 
-fn positive(field: &str, value: f64) -> Result<f64, SimError> {
+fn seconds_of(field: &str, value: f64) -> Result<f64, SimError> {
     if value.is_finite() && value >= 0.0 {
         return Ok(value);
     }
@@ -179,10 +196,13 @@ impl ReplayObserver for Samples {
 const FEWEST_STEPS: usize = 200;
 
 /// Fits a cost model to recorded traces of one engine: one model, on one device, with one number of threads.
-pub fn calibrate<R: BufRead + Seek>(traces: impl IntoIterator<Item = R>) -> Result<Calibration, SimError> {
+pub fn calibrate<R: BufRead + Seek>(
+    traces: impl IntoIterator<Item = R>,
+    watch: &Watch,
+) -> Result<Calibration, SimError> {
     let mut samples = Samples::default();
     for (number, trace) in traces.into_iter().enumerate() {
-        replay(trace, &mut samples)?;
+        replay(trace, &mut samples, watch)?;
         if let (Some(other), Some(first)) = (&samples.other, &samples.header) {
             let described = |one: &TraceHeader| format!("{} on {}, {}", one.model.join(", "), one.device, one.backend);
             let message = format!("the first is of {}; calibrate one engine at a time", described(first));

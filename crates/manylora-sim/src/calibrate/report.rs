@@ -64,6 +64,11 @@ fn kind(work: &StepWork) -> &'static str {
 }
 
 impl Fit {
+    /// Whether steps with adapters were among what it was fitted to.
+    pub(super) fn has_adapters(&self) -> bool {
+        self.steps.iter().any(|(kind, one)| kind.ends_with(" adapters") && one.count > 0)
+    }
+
     pub(super) fn of(cost: &Calibrated, steps: &[StepSample], loads: &[LoadSample]) -> Self {
         let mut by_kind: BTreeMap<&str, Vec<(f64, f64)>> = BTreeMap::new();
         for StepSample { work, seconds } in steps {

@@ -35,16 +35,17 @@ impl Default for CostConfig {
 }
 
 impl CostConfig {
-    /// The model of a model on a device.
+    /// The model of a model on a device, for a run with adapters or without, and what the run should be told.
     pub(super) fn model(
         &self,
         dimensions: &ModelDimensions,
         device: &PlannedDevice<'_>,
-    ) -> Result<Box<dyn CostModel + Send + Sync>, SimError> {
+        with_adapters: bool,
+    ) -> Result<(Box<dyn CostModel + Send + Sync>, Option<String>), SimError> {
         match (self, device) {
             (Self::Roofline(efficiency), PlannedDevice::Card(card)) => {
                 efficiency.validate()?;
-                Ok(Box::new(Roofline::new(dimensions, card.clone(), *efficiency)))
+                Ok((Box::new(Roofline::new(dimensions, card.clone(), *efficiency)), None))
             }
             (Self::Roofline(_), PlannedDevice::Processor(_)) => {
                 let message =
@@ -62,7 +63,12 @@ impl CostConfig {
                         calibration.model.join(", ")
                     )));
                 }
-                Ok(Box::new(calibration.cost()?))
+                let mut note = None;
+                if with_adapters {
+                    calibration.check_adapters()?;
+                    note = calibration.adapter_note();
+                }
+                Ok((Box::new(calibration.cost()?), note))
             }
         }
     }

@@ -153,6 +153,11 @@ impl Config {
         Self::from_value(whole)
     }
 
+    /// The path of the parameter that a name stands for.
+    pub fn parameter(&self, name: &str) -> Result<String, SimError> {
+        parameter::find(&self.to_value(), name)
+    }
+
     /// All parameters of this run, by path.
     pub fn parameters(&self) -> Vec<String> {
         parameter::leaves(&self.to_value())
@@ -176,7 +181,7 @@ impl Config {
         let count = |rank: usize| places.iter().filter(|&&place| place == rank).count() as u64;
         let groups = self.rank.0.iter().enumerate();
         let groups = groups.map(|(place, &rank)| FleetGroup { count: count(place), rank, modules: modules.clone() });
-        let cost = self.cost.model(&model.dimensions, &device)?;
+        let (cost, cost_notes) = self.cost.model(&model.dimensions, &device, !places.is_empty())?;
         let request = PlanRequest {
             settings: self.engine.sizes(model.context),
             model,
@@ -189,7 +194,7 @@ impl Config {
             cublas: !self.engine.batch_invariant,
             free_bytes: None,
         };
-        let (mut settings, plan) = EngineSettings::planned(&request)?;
+        let (mut settings, mut plan) = EngineSettings::planned(&request)?;
         let shape = |&place: &usize| {
             let group = &plan.fleet[place];
             AdapterShape { bytes: group.bytes, parameters: group.parameters, rank: group.rank }
@@ -197,6 +202,7 @@ impl Config {
         settings.adapters = places.iter().map(shape).collect();
         settings.host_cache_bytes = self.engine.host_cache_bytes;
         let load = self.workload.load(places.len() as u32, self.seed, plan.max_model_len)?;
+        plan.notes.extend(cost_notes.into_iter().chain(load.notes.iter().cloned()));
         Ok(Prepared { settings, plan, cost, load })
     }
 

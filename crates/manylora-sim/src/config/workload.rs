@@ -223,6 +223,8 @@ pub struct Load {
     pub requests: Box<dyn Iterator<Item = SimRequest> + Send>,
     /// Adapters by name, where a trace names them.
     pub names: Vec<String>,
+    /// What of it is left out, in words.
+    pub notes: Vec<String>,
 }
 
 impl WorkloadConfig {
@@ -242,11 +244,13 @@ impl WorkloadConfig {
             count: requests.len(),
             requests: Box::new(requests.into_iter()),
             names: Vec::new(),
+            notes: Vec::new(),
         };
         match self {
             Self::Synthetic(own) => {
                 let workload = own.workload(adapters, seed, max_model_len)?;
-                Ok(Load { count: workload.requests, requests: Box::new(workload.generate()?), names: Vec::new() })
+                let (count, requests) = (workload.requests, Box::new(workload.generate()?));
+                Ok(Load { count, requests, names: Vec::new(), notes: Vec::new() })
             }
             Self::Slora(own) => {
                 let SloraConfig { rate, cv, duration, alpha, input_range, output_range } = *own;
@@ -267,11 +271,11 @@ impl WorkloadConfig {
             }
             Self::Trace(own) => {
                 let speed = positive("speed", own.speed)?;
-                let Trace { mut requests, adapters, .. } = own.read()?;
+                let Trace { mut requests, adapters, notes, .. } = own.read()?;
                 for request in &mut requests {
                     request.arrival /= speed;
                 }
-                Ok(Load { names: adapters, ..listed(requests) })
+                Ok(Load { names: adapters, notes, ..listed(requests) })
             }
         }
     }

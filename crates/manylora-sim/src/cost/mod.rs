@@ -53,6 +53,8 @@ pub struct StepWork {
     pub adapter_rows: u64,
     /// Parameters of adapters that are applied, row by row.
     pub adapter_row_parameters: u64,
+    /// Loads of adapters that are under way when it begins.
+    pub loads: u64,
 }
 
 /// Seconds of steps and loads.
@@ -85,9 +87,9 @@ impl StepWorker {
         self.slots[slot].shape = shape;
     }
 
-    /// What a planned step does.
-    pub(crate) fn work(&mut self, plan: &StepPlan) -> StepWork {
-        let mut work = StepWork { sequences: plan.sequences.len() as u64, ..StepWork::default() };
+    /// What a planned step does, while so many adapters are read.
+    pub(crate) fn work(&mut self, plan: &StepPlan, loads: usize) -> StepWork {
+        let mut work = StepWork { sequences: plan.sequences.len() as u64, loads: loads as u64, ..StepWork::default() };
         for sequence in &plan.sequences {
             let (rows, first) = (u64::from(sequence.rows), u64::from(sequence.first_position));
             work.rows += rows;
@@ -102,11 +104,12 @@ impl StepWorker {
                 let Some(shape) = slot.shape else { continue };
                 let active = (first + rows).saturating_sub(u64::from(adapter.first_active).max(first));
                 work.adapter_rows += active;
-                work.adapter_row_parameters += active * shape.parameters;
+                let parameters = active.saturating_mul(shape.parameters);
+                work.adapter_row_parameters = work.adapter_row_parameters.saturating_add(parameters);
                 if slot.counted != plan.step {
                     slot.counted = plan.step;
                     work.adapters += 1;
-                    work.adapter_bytes += shape.bytes;
+                    work.adapter_bytes = work.adapter_bytes.saturating_add(shape.bytes);
                 }
             }
         }

@@ -22,6 +22,7 @@ pub use config::EngineSettings;
 use crate::cost::{AdapterShape, CostModel, StepWork, StepWorker, Tier};
 use crate::error::SimError;
 use crate::results::{RequestRecord, ShelfCounts, Totals};
+use crate::run::Watch;
 use crate::workload::SimRequest;
 use live::LiveRequests;
 use loader::{HostCache, Load, Loader};
@@ -54,15 +55,26 @@ impl Observer for () {}
 
 /// Runs requests, which come by arrival, until all have ended.
 pub fn run(
-    mut settings: EngineSettings,
+    settings: EngineSettings,
     cost: &dyn CostModel,
     requests: impl IntoIterator<Item = SimRequest>,
     observer: &mut impl Observer,
 ) -> Result<Totals, SimError> {
+    run_watched(settings, cost, requests, observer, &Watch::default())
+}
+
+/// The same, until `watch` is interrupted.
+pub(crate) fn run_watched(
+    mut settings: EngineSettings,
+    cost: &dyn CostModel,
+    requests: impl IntoIterator<Item = SimRequest>,
+    observer: &mut impl Observer,
+    watch: &Watch,
+) -> Result<Totals, SimError> {
     settings.validate()?;
     let adapters = std::mem::take(&mut settings.adapters).into();
     let mut engine = VirtualEngine::new(&settings, adapters, cost, observer)?;
-    engine.run(Stream::new(requests.into_iter())?)?;
+    engine.run(Stream::new(requests.into_iter())?, watch)?;
     Ok(engine.totals())
 }
 
@@ -147,13 +159,14 @@ fn adapter_of(digest: &Digest) -> u32 {
 
 /// The next request, if it comes no sooner than the one before.
 fn after(latest: f64, next: Option<SimRequest>) -> Result<Option<SimRequest>, SimError> {
-    if let Some(SimRequest { arrival, .. }) = next
-        && !(arrival.is_finite() && arrival >= latest)
-    {
+    let Some(request) = next else { return Ok(None) };
+    let arrival = request.arrival;
+    if !(arrival.is_finite() && arrival >= latest) {
         let message = format!("requests come by arrival, in seconds from 0 up, and the one before came at {latest}");
         return Err(SimError::field("arrival", arrival, message));
     }
-    Ok(next)
+    // What is ordered by the bits of its time must have no -0, which has the largest.
+    Ok(Some(SimRequest { arrival: arrival + 0.0, ..request }))
 }
 
 /// What a cost model says of something, if time can pass so.
@@ -195,8 +208,11 @@ impl<'a, O: Observer> VirtualEngine<'a, O> {
         })
     }
 
-    fn run(&mut self, mut requests: impl Inbox) -> Result<(), SimError> {
-        loop {
+    fn run(&mut self, mut requests: impl Inbox, watch: &Watch) -> Result<(), SimError> {
+        for turn in 0_u64.. {
+            if turn % 1024 == 0 {
+                watch.check()?;
+            }
             self.handle_due(&mut requests)?;
             if let Some(end) = self.begin_step()? {
                 self.end_step(end)?;
@@ -210,9 +226,10 @@ impl<'a, O: Observer> VirtualEngine<'a, O> {
             match (arrival, self.next_load_end()) {
                 (Some(arrival), Some(end)) => self.wake(arrival.min(end)),
                 (Some(next), None) | (None, Some(next)) => self.wake(next),
-                (None, None) => return self.finished(),
+                (None, None) => break,
             }
         }
+        self.finished()
     }
 
     /// The time is now.
@@ -329,7 +346,7 @@ impl<'a, O: Observer> VirtualEngine<'a, O> {
         }
         // Evictions and loads of the plan come before its step.
         self.carry_out_effects()?;
-        let work = self.worker.work(&self.plan);
+        let work = self.worker.work(&self.plan, self.core.loading().len());
         let seconds = duration("a step", self.cost.step(&work))?;
         self.observer.step(self.now, &self.plan, &work, seconds);
         self.busy += seconds;

@@ -101,11 +101,20 @@ pub(crate) fn run<O: Observer>(
         router.ended(index, done);
         watch.advance(done);
     }
-    let totals = replicas.iter().map(|replica| {
+    let totals = replicas.iter().enumerate().map(|(index, replica)| {
+        all_taken(index, &replica.inbox)?;
         replica.engine.finished()?;
         Ok(ReplicaTotals { totals: replica.engine.totals(), adapters: replica.engine.adapters_seen() })
     });
     totals.collect()
+}
+
+/// Nothing that was given to a replica may be left with it.
+fn all_taken(replica: usize, inbox: &VecDeque<SimRequest>) -> Result<(), SimError> {
+    match inbox.front() {
+        None => Ok(()),
+        Some(first) => Err(SimError::NotTaken { replica, left: inbox.len(), arrival: first.arrival }),
+    }
 }
 
 impl<O: Observer> Replica<'_, O> {
@@ -136,5 +145,20 @@ impl<O: Observer> Replica<'_, O> {
             self.look_at(end, place, heap);
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_left_in_an_inbox_is_an_error() {
+        let inbox: VecDeque<SimRequest> = [2.5, 3.0].map(|arrival| SimRequest::new(arrival, None, 4, 4)).into();
+        let error = all_taken(7, &inbox).unwrap_err().to_string();
+        assert!(
+            error.starts_with("replica `7` ended without `2` of its requests, first the one that arrived at `2.5` s")
+        );
+        assert_eq!(all_taken(7, &VecDeque::new()), Ok(()));
     }
 }

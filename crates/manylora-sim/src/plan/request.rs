@@ -1,9 +1,9 @@
 //! The question: model, device, adapters, lengths and the engine's settings; every field is checked, and errors name it.
 
-use manylora_core::SchedulingSettings;
 use manylora_core::budget::division::SizeSettings;
 use manylora_core::budget::working::StepLimits;
 use manylora_core::budget::{ModelDimensions, NumberFormat, TargetModule, WeightPacking};
+use manylora_core::{LARGEST_COUNT, SchedulingSettings};
 
 use crate::card::CardSpec;
 use crate::error::SimError;
@@ -149,9 +149,6 @@ pub struct PlanRequest<'a> {
     /// Bytes of a card that are free once it was opened; None = all but the most that a driver takes.
     pub free_bytes: Option<u64>,
 }
-
-/// Counts beyond this are mistakes.
-const LARGEST_COUNT: usize = 1 << 24;
 
 impl PlanRequest<'_> {
     pub(super) fn resolved_dtype(&self) -> Result<DType, SimError> {

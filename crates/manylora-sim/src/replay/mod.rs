@@ -26,6 +26,7 @@ pub(crate) use lines::{Lines, wrong};
 
 use crate::cost::{AdapterShape, StepWork, StepWorker};
 use crate::error::SimError;
+use crate::run::Watch;
 use tokens::{Sequence, Tokens};
 
 /// Sees what is replayed, with the times that were recorded.
@@ -58,6 +59,8 @@ impl ReplayObserver for () {}
 /// When things happened to a request, in seconds since the engine's start, and how many tokens it generated.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct RecordedTiming {
+    /// Its id.
+    pub id: RequestId,
     /// It was submitted.
     pub arrival: f64,
     /// Its first step was planned.
@@ -98,10 +101,26 @@ pub struct Replayed {
     pub cached_tokens: u64,
     /// Requests that had not ended.
     pub unfinished: u64,
-    /// Lines that the engine could not write; what came after them could not be replayed.
+    /// Lines that the engine could not write, in all; what came after the first of them could not be replayed.
     pub lost: u64,
+    /// Places where they are missing.
+    pub gap_count: u64,
+    /// The first of these places.
+    pub gaps: Vec<Gap>,
     /// Whether the engine closed the trace. One that was killed did not.
     pub closed: bool,
+}
+
+/// Places of lost lines that are told one by one.
+const MOST_GAPS: usize = 8;
+
+/// Where lines are missing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Gap {
+    /// The line that says so.
+    pub line: usize,
+    /// How many are.
+    pub lines: u64,
 }
 
 /// A request that has not ended.
@@ -137,18 +156,23 @@ struct Player<'a, O> {
     result: Replayed,
 }
 
-/// Replays a trace. Memory grows with the requests and adapters of the trace, not with its steps.
-pub fn replay(mut source: impl BufRead + Seek, observer: &mut impl ReplayObserver) -> Result<Replayed, SimError> {
-    let rewind = |error: std::io::Error| wrong(1, "", format!("the trace cannot be read from its start: {error}"));
-    let mut lines = Lines::new(&mut source);
+/// Replays a trace, until all of it is or `watch` is interrupted. Memory grows with the requests and adapters of the trace, not
+/// with its steps.
+pub fn replay(
+    mut source: impl BufRead + Seek,
+    observer: &mut impl ReplayObserver,
+    watch: &Watch,
+) -> Result<Replayed, SimError> {
+    let mut lines = Lines::new(&mut source, watch);
     let header = lines.header()?;
-    let tokens = Tokens::of_trace(&mut source, header.config.block_size)?;
-    source.seek(SeekFrom::Start(0)).map_err(rewind)?;
-    let mut lines = Lines::new(source);
+    let core = ControlPlane::new(header.config.clone()).map_err(|error| wrong(1, "config", error.to_string()))?;
+    let tokens = Tokens::of_trace(&mut source, header.config.block_size, watch)?;
+    rewind(&mut source)?;
+    let mut lines = Lines::new(source, watch);
     lines.header()?;
     observer.engine(&header);
     let mut player = Player {
-        core: ControlPlane::new(header.config.clone())?,
+        core,
         observer,
         header,
         tokens,
@@ -163,14 +187,53 @@ pub fn replay(mut source: impl BufRead + Seek, observer: &mut impl ReplayObserve
         result: Replayed { lines: 1, ..Replayed::default() },
     };
     while let Some((number, line)) = lines.line()? {
-        if player.play(number, line)? {
+        if let TraceLine::Lost { lines: lost } = line {
+            player.result.lost_at(number, lost);
             break;
         }
+        player.play(number, line)?;
         player.result.lines += 1;
     }
+    player.result.look_for_gaps(&mut lines)?;
     player.result.unfinished = player.live.len() as u64;
     player.result.evictions = player.core.stats().evictions;
     Ok(player.result)
+}
+
+/// Back to a trace's first line.
+pub(crate) fn rewind(source: &mut impl Seek) -> Result<(), SimError> {
+    let cannot = |error| wrong(1, "", format!("the trace cannot be read from its start: {error}"));
+    source.seek(SeekFrom::Start(0)).map(drop).map_err(cannot)
+}
+
+impl Replayed {
+    fn lost_at(&mut self, line: usize, lines: u64) {
+        self.lost += lines;
+        self.gap_count += 1;
+        if self.gaps.len() < MOST_GAPS {
+            self.gaps.push(Gap { line, lines });
+        }
+    }
+
+    /// Of what is not replayed, because lines before it are lost: where else lines are, and whether it was closed.
+    fn look_for_gaps(&mut self, lines: &mut Lines<'_, impl BufRead>) -> Result<(), SimError> {
+        while let Some((number, text)) = lines.text()? {
+            if !text.ends_with('\n') || !["lost", "close"].iter().any(|kind| starts(text, kind)) {
+                continue;
+            }
+            match lines::parse(number, text)? {
+                TraceLine::Lost { lines } => self.lost_at(number, lines),
+                TraceLine::Close { .. } => self.closed = true,
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether a line is of this kind, without reading all of it.
+fn starts(text: &str, kind: &str) -> bool {
+    text.strip_prefix("{\"kind\":\"").and_then(|rest| rest.strip_prefix(kind)).is_some_and(|rest| rest.starts_with('"'))
 }
 
 /// The bytes of a number, for adapters' parameters.
@@ -179,8 +242,8 @@ pub(crate) fn shape(header: &TraceHeader, adapter: &TracedAdapter) -> AdapterSha
 }
 
 impl<O: ReplayObserver> Player<'_, O> {
-    /// Plays one line; true if nothing after it can be replayed.
-    fn play(&mut self, number: usize, line: TraceLine) -> Result<bool, SimError> {
+    /// Plays one line.
+    fn play(&mut self, number: usize, line: TraceLine) -> Result<(), SimError> {
         match line {
             TraceLine::Header(_) => return Err(wrong(number, "header", "a trace has one header")),
             TraceLine::Adapter(adapter) => {
@@ -205,23 +268,17 @@ impl<O: ReplayObserver> Player<'_, O> {
                 self.decided(number, Decision::End(end.id, end.reason))?;
                 self.end(&end);
             }
-            TraceLine::Unfinished(_) => {}
+            // What is lost ends the replay before it comes here.
+            TraceLine::Unfinished(_) | TraceLine::Lost { .. } => {}
             TraceLine::Took { seconds, .. } => {
                 if let Some(Planned { time, work }) = self.planned.take() {
                     self.observer.step(time, &work, &seconds);
                 }
             }
-            TraceLine::Lost { lines } => {
-                self.result.lost = lines;
-                return Ok(true);
-            }
-            TraceLine::Close { lost, .. } => {
-                self.result.closed = true;
-                self.result.lost = lost;
-            }
+            TraceLine::Close { .. } => self.result.closed = true,
         }
         self.decisions.extend(self.core.drain_effects().map(|effect| Decision::from(&effect)));
-        Ok(false)
+        Ok(())
     }
 
     fn submit(&mut self, number: usize, request: TracedRequest) -> Result<(), SimError> {
@@ -295,7 +352,7 @@ impl<O: ReplayObserver> Player<'_, O> {
             self.result.preemptions += u64::from(preemptions - live.preemptions);
             live.preemptions = preemptions;
         }
-        let work = self.worker.work(&self.plan);
+        let work = self.worker.work(&self.plan, self.core.loading().len());
         same(number, "its distinct adapters", &step.adapters, &work.adapters)?;
         self.planned = Some(Planned { time: step.time.0, work });
         self.result.steps += 1;
@@ -348,7 +405,7 @@ impl<O: ReplayObserver> Player<'_, O> {
         let well = matches!(end.reason, TracedReason::Stop | TracedReason::Length);
         if let (true, Some(admitted), Some(first_token)) = (well, live.admitted, live.first_token) {
             let Live { arrival, last_token, tokens, .. } = live;
-            self.observer.request(&RecordedTiming { arrival, admitted, first_token, last_token, tokens });
+            self.observer.request(&RecordedTiming { id: end.id, arrival, admitted, first_token, last_token, tokens });
         }
     }
 }

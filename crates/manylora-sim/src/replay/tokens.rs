@@ -8,6 +8,7 @@ use manylora_core::trace::{BlockName, TraceLine};
 
 use super::lines::Lines;
 use crate::error::SimError;
+use crate::run::Watch;
 
 /// Stands in for the tokens of all requests.
 #[derive(Debug)]
@@ -31,8 +32,8 @@ pub(super) struct Sequence {
 
 impl Tokens {
     /// Looks through a trace for the blocks that sequences come to.
-    pub(super) fn of_trace(source: impl BufRead, block_size: usize) -> Result<Self, SimError> {
-        let mut lines = Lines::new(source);
+    pub(super) fn of_trace(source: impl BufRead, block_size: usize, watch: &Watch) -> Result<Self, SimError> {
+        let mut lines = Lines::new(source, watch);
         let mut generated: HashMap<RequestId, Vec<BlockName>> = HashMap::new();
         while let Some((number, text)) = lines.text()? {
             // Most lines are of no interest here, and need not be understood.

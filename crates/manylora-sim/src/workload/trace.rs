@@ -72,6 +72,8 @@ pub struct Trace {
     pub adapters: Vec<String>,
     /// Names of the tenants, by number.
     pub tenants: Vec<String>,
+    /// What of it is not simulated, in words.
+    pub notes: Vec<String>,
 }
 
 impl Trace {
@@ -105,7 +107,8 @@ impl Trace {
                 return Err(wrong(shown(), "`prefix.tokens` is less than `prompt_tokens`".to_owned()));
             }
             requests.push(SimRequest {
-                arrival: parsed.arrival,
+                // A -0 is a 0.
+                arrival: parsed.arrival + 0.0,
                 adapter: parsed.adapter.map(|name| adapters.number(name)),
                 prompt_tokens: parsed.prompt_tokens,
                 output_tokens: parsed.output_tokens,
@@ -115,6 +118,6 @@ impl Trace {
             });
         }
         requests.sort_by(|a, b| a.arrival.total_cmp(&b.arrival));
-        Ok(Self { requests, adapters: adapters.names, tenants: tenants.names })
+        Ok(Self { requests, adapters: adapters.names, tenants: tenants.names, notes: Vec::new() })
     }
 }

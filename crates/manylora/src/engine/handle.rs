@@ -331,6 +331,7 @@ impl EngineHandle {
         stats.load_failures = self.shared.failures.counts();
         stats.registered = self.shared.registry.len();
         stats.residents = self.residents(&stats);
+        stats.sort_names();
         Ok(stats)
     }
 

@@ -17,6 +17,7 @@ mod device;
 #[cfg(test)]
 mod failed_steps;
 mod handle;
+mod inspection;
 mod library;
 mod loader;
 mod lower;
@@ -38,7 +39,8 @@ use std::ops::Deref;
 use std::thread::JoinHandle;
 
 pub use handle::{EngineHandle, Logits, Share};
-use manylora_core::{CoreStats, Digest};
+pub use inspection::{InspectedModule, Inspection, inspect_adapter};
+use manylora_core::{AdapterUsers, CoreStats, Digest};
 use manylora_kernels::MemoryUse;
 pub use meters::{Distribution, LoadFailureCounts, Meters, Timing};
 pub use phases::{Phase, PhaseSeconds};
@@ -90,6 +92,16 @@ pub struct NamedResident {
     pub rank: u32,
 }
 
+/// Rows of the engine that are for one adapter.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct NamedUsers {
+    /// Its name.
+    pub name: String,
+    /// Live requests that name it.
+    #[serde(flatten)]
+    pub users: AdapterUsers,
+}
+
 /// Counters and levels of a running engine.
 #[derive(Clone, Debug, serde::Serialize)]
 pub struct EngineStats {
@@ -108,10 +120,12 @@ pub struct EngineStats {
     pub phase_seconds: PhaseSeconds,
     /// What a card's memory is used for.
     pub device_memory: Option<DeviceMemory>,
-    /// Names of adapters with admitted requests, sorted.
-    pub running_adapters: Vec<String>,
-    /// Names of adapters with requests that wait: for a load, for their turn, or preempted.
-    pub waiting_adapters: Vec<String>,
+    /// Live requests that name no adapter.
+    pub base_users: AdapterUsers,
+    /// Adapters that live requests name, by name: what such a request is for counts for each of its adapters.
+    pub adapter_users: Vec<NamedUsers>,
+    /// Names of adapters that are being read, sorted.
+    pub loading: Vec<String>,
     /// Registered adapters.
     pub registered: usize,
     /// Resident versions, by slot.
@@ -121,6 +135,34 @@ pub struct EngineStats {
     /// What was counted and timed step by step.
     #[serde(skip)]
     pub meters: Meters,
+}
+
+impl EngineStats {
+    /// Names of adapters with admitted requests, sorted.
+    pub fn running_adapters(&self) -> impl Iterator<Item = &str> {
+        self.adapter_users.iter().filter(|one| one.users.running > 0).map(|one| one.name.as_str())
+    }
+
+    /// Names of adapters with requests that wait - for a load, for their turn, or preempted -, sorted.
+    pub fn waiting_adapters(&self) -> impl Iterator<Item = &str> {
+        self.adapter_users.iter().filter(|one| one.users.waiting > 0).map(|one| one.name.as_str())
+    }
+
+    /// Sorts what the engine's thread tells as it finds it. Registrations of one name, as there are where one replaces another,
+    /// are told together.
+    fn sort_names(&mut self) {
+        self.loading.sort_unstable();
+        self.loading.dedup();
+        self.adapter_users.sort_unstable_by(|a, b| a.name.cmp(&b.name));
+        self.adapter_users.dedup_by(|later, first| {
+            let same = later.name == first.name;
+            if same {
+                first.users.running += later.users.running;
+                first.users.waiting += later.users.waiting;
+            }
+            same
+        });
+    }
 }
 
 impl Deref for EngineStats {

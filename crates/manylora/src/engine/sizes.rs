@@ -48,6 +48,15 @@ pub(super) fn settings(config: &EngineConfig, spec: &ModelSpec) -> SizeSettings 
     }
 }
 
+/// How a processor stores numbers, and what that is called.
+pub(super) const fn processor_format(dtype: DType) -> (StorageType, &'static str) {
+    match dtype {
+        DType::Auto | DType::BFloat16 => (StorageType::Bf16, "bfloat16"),
+        DType::Float32 => (StorageType::F32, "float32"),
+        DType::Float16 => (StorageType::F32, "float16 (computed in float32)"),
+    }
+}
+
 /// Decides a processor's sizes.
 pub(super) fn for_processor(
     config: &EngineConfig,
@@ -55,11 +64,7 @@ pub(super) fn for_processor(
     backend: &CpuBackend,
     notes: &mut Vec<String>,
 ) -> Result<Sizes, EngineError> {
-    let (dtype, dtype_name) = match config.dtype {
-        DType::Auto | DType::BFloat16 => (StorageType::Bf16, "bfloat16"),
-        DType::Float32 => (StorageType::F32, "float32"),
-        DType::Float16 => (StorageType::F32, "float16 (computed in float32)"),
-    };
+    let (dtype, dtype_name) = processor_format(config.dtype);
     let number = processor::number_format(dtype);
     let dimensions = model_dimensions(spec);
     let model = ModelBytes {

@@ -8,10 +8,10 @@ use std::thread::{Builder, JoinHandle};
 use std::time::SystemTime;
 
 use manylora_core::budget::NumberFormat;
-use manylora_core::trace::{TRACE_FORMAT, TRACE_VERSION, TraceHeader};
-use manylora_core::{ControlPlane, CoreConfig, Digest};
-use manylora_kernels::Backend;
+use manylora_core::trace::TraceHeader;
+use manylora_core::{ControlPlane, CoreConfig, Digest, LARGEST_COUNT};
 use manylora_kernels::cpu::{CpuBackend, CpuOptions, SimdLevel};
+use manylora_kernels::{Backend, StorageType};
 use manylora_model::adapter::AdapterPolicy;
 use manylora_model::adapter::combinations::EngineFeature;
 use manylora_model::chat::ChatTemplate;
@@ -102,9 +102,6 @@ impl CardMemory {
         self.weight_bytes + self.working_bytes + self.shared_bytes
     }
 }
-
-/// Counts beyond this are mistakes, and would overflow the arithmetic of bytes.
-const LARGEST_COUNT: usize = 1 << 24;
 
 /// More threads than any machine has cores for are a mistake, and would exhaust the user's limit on threads.
 const MOST_THREADS: usize = 1024;
@@ -215,21 +212,9 @@ fn put_together<B: Backend>(
     let core = ControlPlane::new(sizes::core_config(&config, &spec, sizes, loader_threads, base_digest))?;
 
     let generation = checkpoint.generation.clone();
-    let mut base_names = checkpoint.names.clone();
-    base_names.extend(config.model_names.iter().cloned());
-    let policy = AdapterPolicy {
-        spec: spec.clone(),
-        max_rank: config.max_lora_rank,
-        dtype: sizes.dtype,
-        check_fp16_range: config.dtype == DType::Float16,
-        base_names: base_names.clone(),
-        strict_base: config.strict_base,
-        allowed_roots: config.lora_roots.clone(),
-        target_modules: config.lora_target_modules.clone(),
-        tokenizer_size: tokenizer.as_ref().map_or(spec.vocab_size, Tokenizer::vocab_size),
-        features: engine_features(&config, &checkpoint),
-        base_tensors: Arc::new(checkpoint),
-    };
+    let tokenizer_size = tokenizer.as_ref().map_or(spec.vocab_size, Tokenizer::vocab_size);
+    let policy = adapter_policy(&config, Arc::new(checkpoint), sizes.dtype, tokenizer_size);
+    let base_names = policy.base_names.clone();
     let info = EngineInfo {
         backend: decoder.describe(),
         device: device.name,
@@ -312,18 +297,14 @@ fn header(
 ) -> TraceHeader {
     let started = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     TraceHeader {
-        format: TRACE_FORMAT.to_owned(),
-        version: TRACE_VERSION,
         program: env!("CARGO_PKG_VERSION").to_owned(),
         started: started.as_secs_f64(),
-        config: config.clone(),
         loader_threads,
         model: info.base_names.clone(),
-        dimensions: sizes::model_dimensions(spec),
-        number,
         device: info.device.clone(),
         backend: info.backend.clone(),
         phases: Phase::ALL.map(|phase| phase.name().to_owned()).to_vec(),
+        ..TraceHeader::new(config.clone(), sizes::model_dimensions(spec), number)
     }
 }
 
@@ -373,7 +354,7 @@ fn check_limits(config: &EngineConfig) -> Result<(), EngineError> {
     Ok(())
 }
 
-fn open_tokenizer(config: &EngineConfig, checkpoint: &Checkpoint) -> Result<Option<Tokenizer>, EngineError> {
+pub(super) fn open_tokenizer(config: &EngineConfig, checkpoint: &Checkpoint) -> Result<Option<Tokenizer>, EngineError> {
     if config.skip_tokenizer_init {
         return Ok(None);
     }
@@ -395,6 +376,30 @@ fn open_template(
         Some(text) => Some(ChatTemplate::from_text(text, tokenizer)?),
         None => ChatTemplate::from_source(&checkpoint.tokenizer, tokenizer)?,
     })
+}
+
+/// What adapters are checked against.
+pub(super) fn adapter_policy(
+    config: &EngineConfig,
+    checkpoint: Arc<Checkpoint>,
+    dtype: StorageType,
+    tokenizer_size: usize,
+) -> AdapterPolicy {
+    let mut base_names = checkpoint.names.clone();
+    base_names.extend(config.model_names.iter().cloned());
+    AdapterPolicy {
+        spec: checkpoint.spec.clone(),
+        max_rank: config.max_lora_rank,
+        dtype,
+        check_fp16_range: config.dtype == DType::Float16,
+        base_names,
+        strict_base: config.strict_base,
+        allowed_roots: config.lora_roots.clone(),
+        target_modules: config.lora_target_modules.clone(),
+        tokenizer_size,
+        features: engine_features(config, &checkpoint),
+        base_tensors: checkpoint,
+    }
 }
 
 /// What this engine does with its base, for the table of pairs that adapters are checked against.

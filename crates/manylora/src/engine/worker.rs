@@ -3,16 +3,16 @@
 //! A steady decode step (plan, forward, greedy sampling, commit) allocates nothing and takes no lock; deltas are
 //! delivered after it.
 
-use std::collections::BTreeSet;
 use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
-use manylora_core::{AdapterUsers, Effect, Event, RequestId, SequenceOutcome, StepOutcome, StepPlan, Time};
+use manylora_core::{
+    AdapterUsers, Effect, Event, RegistrationId, RequestId, SequenceOutcome, StepOutcome, StepPlan, Time,
+};
 use manylora_kernels::LargestValues;
 use manylora_model::{ModelError, Runner};
 
-use super::EngineStats;
 use super::choice::{Chosen, Draw};
 use super::command::Command;
 use super::courier::Courier;
@@ -22,6 +22,7 @@ use super::meters::{LoadFailureCounts, Meters};
 use super::phases::{Phase, PhaseSeconds, Stopwatch};
 use super::recorder::Plane;
 use super::sequences::{Place, Sequences};
+use super::{EngineStats, NamedUsers};
 use crate::error::EngineError;
 use crate::sampler::SamplerScratch;
 use crate::structure::Constraint;
@@ -239,14 +240,12 @@ impl Worker {
     /// What this thread knows; the handle adds what the others know.
     fn stats(&self) -> EngineStats {
         let users = self.core.users();
-        let named = |counts: fn(&AdapterUsers) -> usize| {
-            let some = users.iter().filter(|(_, users)| counts(users) > 0);
-            let names: BTreeSet<&str> = some.filter_map(|(&id, _)| self.library.name_of(id)).collect();
-            names.into_iter().map(str::to_owned).collect()
-        };
+        let name = |registration| self.library.name_of(registration).map(str::to_owned);
+        let named = |(&id, &users): (&RegistrationId, &AdapterUsers)| Some(NamedUsers { name: name(id)?, users });
         EngineStats {
-            running_adapters: named(|users| users.running),
-            waiting_adapters: named(|users| users.waiting),
+            base_users: users.base,
+            adapter_users: users.adapters.iter().filter_map(named).collect(),
+            loading: self.core.loading().filter_map(name).collect(),
             registered: 0,
             residents: Vec::new(),
             load_failures: LoadFailureCounts::default(),
@@ -287,12 +286,13 @@ impl Worker {
         any
     }
 
-    /// Carries out evictions alone, before the step that was planned with the KV blocks that they make room for.
-    fn carry_out_evictions(&mut self) {
+    /// Carries out evictions, before the step that was planned with the KV blocks that they make room for, and orders loads, so that
+    /// adapters are read while the step runs and not after it. All else can wait.
+    fn make_room(&mut self) {
         self.effects.extend(self.core.drain_effects());
         let mut effects = std::mem::take(&mut self.effects);
-        let evictions = effects.extract_if(.., |effect| matches!(effect, Effect::Evict { .. }));
-        evictions.for_each(|effect| self.carry_out(effect));
+        let is_urgent = |effect: &mut Effect| matches!(effect, Effect::Evict { .. } | Effect::Load { .. });
+        effects.extract_if(.., is_urgent).for_each(|effect| self.carry_out(effect));
         self.effects = effects;
     }
 
@@ -348,7 +348,7 @@ impl Worker {
         if !self.core.plan(now, &mut self.plan) {
             return Ok(false);
         }
-        self.carry_out_evictions();
+        self.make_room();
         self.spent(Phase::Plan);
         self.run_step()?;
         self.spent(Phase::Commit);

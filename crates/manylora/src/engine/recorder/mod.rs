@@ -137,58 +137,24 @@ impl Recorder {
     }
 
     fn submitted(&mut self, now: Time, request: &NewRequest, submitted: Instant, resident: Vec<bool>) {
-        let line = Box::new(TracedRequest {
-            time: now,
-            arrival: submitted.saturating_duration_since(self.clock).as_secs_f64(),
-            id: request.id,
-            adapters: request.adapters.clone(),
-            resident,
-            prompt_tokens: request.prompt.len() as u32,
-            max_tokens: request.max_tokens as u64,
-            priority: request.priority,
-            tenant: request.tenant.clone(),
-            salt: None,
-            read_prefix_cache: request.read_prefix_cache,
-            all_prompt_logits: request.all_prompt_logits,
-            blocks: Vec::new(),
-        });
+        let arrival = submitted.saturating_duration_since(self.clock).as_secs_f64();
+        let line = Box::new(TracedRequest::of(now, arrival, request, resident));
         self.note(Note::Submit { line, prompt: Arc::clone(&request.prompt), salt: request.cache_salt.clone() });
     }
 
     fn planned(&mut self, now: Time, plan: &StepPlan) {
-        self.slots.clear();
-        self.slots.extend(plan.adapters.iter().map(|adapter| adapter.slot.0));
-        self.slots.sort_unstable();
-        self.slots.dedup();
         self.step = Some(plan.step);
-        self.line(TraceLine::Step(TracedStep {
-            time: now,
-            step: plan.step,
-            rows: plan.tokens.len() as u64,
-            adapters: self.slots.len() as u64,
-            sequences: plan.sequences.iter().map(TracedSequence::from).collect(),
-        }));
+        let step = TracedStep::of(now, plan, &mut self.slots);
+        self.line(TraceLine::Step(step));
     }
 
     fn committed(&mut self, now: Time, plan: &StepPlan, outcome: &StepOutcome) {
-        let mut line = TracedOutcome {
-            time: now,
-            step: outcome.step,
-            stopped: Vec::new(),
-            others: Vec::new(),
-            filled: Vec::new(),
-        };
+        let line = TracedOutcome::of(now, plan, outcome);
         let mut tokens = Vec::with_capacity(outcome.tokens.len());
         for (planned, result) in plan.sequences.iter().zip(&outcome.sequences) {
             let first = result.first_token as usize;
             let own = outcome.tokens.get(first..first + result.tokens as usize).unwrap_or(&[]);
             tokens.extend(own.iter().map(|&token| (planned.request, token)));
-            if result.stopped {
-                line.stopped.push(planned.request);
-            }
-            if result.tokens != u32::from(planned.samples) {
-                line.others.push((planned.request, result.tokens));
-            }
         }
         self.note(Note::Outcome { line, tokens });
     }

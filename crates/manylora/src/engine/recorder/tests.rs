@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use manylora_core::budget::{ModelDimensions, NumberFormat};
-use manylora_core::trace::{BlockName, TRACE_FORMAT, TRACE_VERSION, TraceHeader, TraceLine, TracedReason};
+use manylora_core::trace::{BlockName, TraceHeader, TraceLine, TracedReason};
 use manylora_core::{
     CoreConfig, Digest, Effect, EvictionPolicyKind, FinishReason, LoraMemory, NewRequest, PlannedSequence, RequestId,
     SchedulingPolicy, SequenceOutcome, StepOutcome, StepPlan, Time,
@@ -16,50 +16,39 @@ use manylora_core::{
 use super::{BATCH, Recorder, TraceFile, Writer};
 
 fn header() -> TraceHeader {
-    TraceHeader {
-        format: TRACE_FORMAT.to_owned(),
-        version: TRACE_VERSION,
-        program: "0".to_owned(),
-        started: 0.0,
-        config: CoreConfig {
-            max_num_seqs: 4,
-            max_num_batched_tokens: 16,
-            max_model_len: 64,
-            block_size: 4,
-            block_bytes: 1,
-            ledger_bytes: 1000,
-            enable_prefix_caching: true,
-            enable_chunked_prefill: true,
-            policy: SchedulingPolicy::Fcfs,
-            max_loras: None,
-            max_cpu_loras: None,
-            lora_memory: LoraMemory::Elastic,
-            eviction: EvictionPolicyKind::Lru,
-            base_digest: Digest([0; 32]),
-            max_deferred_steps: 1,
-            max_loading: None,
-        },
-        loader_threads: 1,
-        model: Vec::new(),
-        dimensions: ModelDimensions {
-            layers: 1,
-            hidden: 1,
-            intermediate: 1,
-            heads: 1,
-            kv_heads: 1,
-            head_dim: 1,
-            vocabulary: 1,
-            tied: true,
-            attention_bias: false,
-            output_bias: false,
-            mlp_bias: false,
-            head_norm: false,
-        },
-        number: NumberFormat::F32,
-        device: "cpu".to_owned(),
-        backend: String::new(),
-        phases: Vec::new(),
-    }
+    let config = CoreConfig {
+        max_num_seqs: 4,
+        max_num_batched_tokens: 16,
+        max_model_len: 64,
+        block_size: 4,
+        block_bytes: 1,
+        ledger_bytes: 1000,
+        enable_prefix_caching: true,
+        enable_chunked_prefill: true,
+        policy: SchedulingPolicy::Fcfs,
+        max_loras: None,
+        max_cpu_loras: None,
+        lora_memory: LoraMemory::Elastic,
+        eviction: EvictionPolicyKind::Lru,
+        base_digest: Digest([0; 32]),
+        max_deferred_steps: 1,
+        max_loading: None,
+    };
+    let dimensions = ModelDimensions {
+        layers: 1,
+        hidden: 1,
+        intermediate: 1,
+        heads: 1,
+        kv_heads: 1,
+        head_dim: 1,
+        vocabulary: 1,
+        tied: true,
+        attention_bias: false,
+        output_bias: false,
+        mlp_bias: false,
+        head_norm: false,
+    };
+    TraceHeader::new(config, dimensions, NumberFormat::F32)
 }
 
 /// Keeps what it is given, once it may: each write waits for a word.
