@@ -24,8 +24,8 @@ fn formulas_equal_the_packed_sizes() {
     for dtype in TYPES {
         let number = dtype.bytes() as u64;
         for (output, input) in [(16, 32), (36, 12), (1, 1), (33, 7), (4864, 896), (50, 4864)] {
-            for level in [SimdLevel::Portable, SimdLevel::Avx2, SimdLevel::Avx512Bf16] {
-                let pairs = level == SimdLevel::Avx512Bf16 && dtype == StorageType::Bf16;
+            for level in [SimdLevel::Portable, SimdLevel::Avx2, SimdLevel::Avx512Bf16, SimdLevel::Amx] {
+                let pairs = level >= SimdLevel::Avx512Bf16 && dtype == StorageType::Bf16;
                 let packing = if pairs { WeightPacking::Panels32Pairs } else { WeightPacking::Panels16 };
                 assert_eq!(
                     budget::linear_bytes(output, input, number, packing),

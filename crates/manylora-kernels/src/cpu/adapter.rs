@@ -1,13 +1,15 @@
 //! Packed adapters: one blob per adapter, of its true rank and only the sites it touches.
 //!
 //! For every site A lies row-major `[rank, input]` (the embedding's transposed, `[vocabulary, rank]`, because it is
-//! gathered by token) and B in panels as weights do, `[output/16][rank][16]`. Stored factors are never scaled. A load
+//! gathered by token) and B in panels as weights do, `[output/16][rank][16]`; levels with tile registers have pairs
+//! ([`tiles`]), in as many bytes. Stored factors are never scaled. A load
 //! should take no longer than copying the bytes: factors that are stored in the format they are packed in are not widened.
 
 use super::level::SimdLevel;
 use super::memory::{ALIGNMENT, AlignedVec};
 use super::pack::PanelFormat;
 use super::panel::{pack_rows, store_values};
+use super::tiles;
 use crate::backend::{FactorFeed, FactorType, FillFactors, PackedAdapter, StorageType, StoredFactor};
 use crate::error::KernelError;
 use crate::site::{Site, SiteShape};
@@ -70,10 +72,7 @@ struct Packing<'s> {
     adapter: CpuAdapter,
     /// By position in `sites`.
     packed: Vec<bool>,
-    /// Rows of one panel of B, widened.
-    widened: Vec<f32>,
-    /// Rows of one panel of B, rounded to the format of the adapter.
-    rounded: Vec<u8>,
+    rounding: Rounding,
 }
 
 impl CpuAdapter {
@@ -152,7 +151,7 @@ impl<'s> Packing<'s> {
         let blob = AlignedVec::zeroed_apart("an adapter", offset)?;
         let adapter = CpuAdapter { dtype, places, blob };
         let packed = vec![false; sites.len()];
-        Ok(Self { level, sites, adapter, packed, widened: Vec::new(), rounded: Vec::new() })
+        Ok(Self { level, sites, adapter, packed, rounding: Rounding::default() })
     }
 
     fn finish(self) -> Result<CpuAdapter, KernelError> {
@@ -184,8 +183,16 @@ impl<'s> Packing<'s> {
         let offset = places[shape.site.index()].a;
         let (a_bytes, b_bytes) = factor_bytes(shape, dtype);
         let (a_blob, b_blob) = blob[offset..offset + a_bytes + b_bytes].split_at_mut(a_bytes);
+        let tiled = tiles::tiled(self.level, dtype);
         if shape.site == Site::EMBED {
             store_transposed(dtype, a_blob, a, input);
+        } else if tiled {
+            for first in (0..rank).step_by(tiles::TILE_ROWS) {
+                let last = (first + tiles::TILE_ROWS).min(rank);
+                let rows = self.rounding.rows(dtype, a.part(first * input..last * input));
+                let group = &mut a_blob[first * input * dtype.bytes()..last * input * dtype.bytes()];
+                tiles::pack_pairs(rows, input, last - first, group);
+            }
         } else {
             store_all(dtype, a_blob, a);
         }
@@ -193,18 +200,34 @@ impl<'s> Packing<'s> {
         let panels = b_blob.chunks_exact_mut(format.panel_bytes(rank));
         for (panel, first) in panels.zip((0..output).step_by(format.width())) {
             let rows = b.part(first * rank..(first + format.width()).min(output) * rank);
-            let rows = if holds(rows, dtype) {
-                rows.bytes
+            let rows = self.rounding.rows(dtype, rows);
+            if tiled {
+                tiles::pack_pairs(rows, rank, format.width(), panel);
             } else {
-                self.widened.resize(rows.len(), 0.0);
-                rows.widen(&mut self.widened);
-                self.rounded.resize(rows.len() * dtype.bytes(), 0);
-                store_values(dtype, &mut self.rounded, &self.widened);
-                &self.rounded
-            };
-            pack_rows(self.level, format, rows, rank, panel);
+                pack_rows(self.level, format, rows, rank, panel);
+            }
         }
         Ok(())
+    }
+}
+
+/// Rows of a factor in the format of the adapter.
+#[derive(Default)]
+struct Rounding {
+    widened: Vec<f32>,
+    rounded: Vec<u8>,
+}
+
+impl Rounding {
+    fn rows<'a>(&'a mut self, dtype: StorageType, rows: StoredFactor<'a>) -> &'a [u8] {
+        if holds(rows, dtype) {
+            return rows.bytes;
+        }
+        self.widened.resize(rows.len(), 0.0);
+        rows.widen(&mut self.widened);
+        self.rounded.resize(rows.len() * dtype.bytes(), 0);
+        store_values(dtype, &mut self.rounded, &self.widened);
+        &self.rounded
     }
 }
 
@@ -258,6 +281,7 @@ mod tests {
     use crate::backend::{FactorType, StorageType, StoredFactor};
     use crate::cpu::level::SimdLevel;
     use crate::cpu::pack::PanelFormat;
+    use crate::cpu::tiles;
     use crate::site::{Site, SiteShape};
 
     const TYPES: [FactorType; 3] = [FactorType::Bf16, FactorType::F16, FactorType::F32];
@@ -287,10 +311,26 @@ mod tests {
         }
     }
 
+    /// Where pairs of columns of a factor `width` rows wide have an element.
+    fn pair_place(row: usize, column: usize, columns: usize, width: usize) -> usize {
+        let odd = column / 2 == columns / 2;
+        if odd { columns / 2 * width * 2 + row } else { (column / 2 * width + row) * 2 + column % 2 }
+    }
+
+    /// Place of an element of A, by the definition of the format.
+    fn a_place(tiled: bool, r: usize, column: usize, (rank, input): (usize, usize)) -> usize {
+        let group = r / 16 * 16;
+        let width = (rank - group).min(16);
+        if tiled { group * input + pair_place(r % 16, column, input, width) } else { r * input + column }
+    }
+
     /// Element of B in its panels, by the definition of the format.
-    fn panel_element(blob: &[u8], dtype: StorageType, output: usize, r: usize, rank: usize) -> f32 {
+    fn panel_element(tiled: bool, blob: &[u8], dtype: StorageType, output: usize, r: usize, rank: usize) -> f32 {
         let panel = &blob[output / 16 * PanelFormat::of_adapter(dtype).panel_bytes(rank)..];
         let lane = output % 16;
+        if tiled {
+            return element(panel, dtype, pair_place(lane, r, rank, 16));
+        }
         match dtype {
             StorageType::F32 => element(panel, dtype, r * 16 + lane),
             StorageType::Bf16 => element(panel, dtype, r * 16 + lane % 8 * 2 + lane / 8),
@@ -327,14 +367,16 @@ mod tests {
                     };
                     let (embedding, linear) =
                         (adapter.factors(Site::EMBED).unwrap(), adapter.factors(Site(6)).unwrap());
+                    let tiled = tiles::tiled(level, dtype);
                     for (index, &value) in a.iter().enumerate() {
                         let (r, column) = (index / input, index % input);
-                        assert_eq!(element(linear.a, dtype, index), wanted(value), "{level} {dtype:?} {stored_as:?}");
+                        let found = element(linear.a, dtype, a_place(tiled, r, column, (rank, input)));
+                        assert_eq!(found, wanted(value), "{level} {dtype:?} {stored_as:?} {rank} {input} {index}");
                         assert_eq!(element(embedding.a, dtype, column * rank + r), wanted(value));
                     }
                     for (index, &value) in b.iter().enumerate() {
                         for factors in [&embedding, &linear] {
-                            let found = panel_element(factors.b, dtype, index / rank, index % rank, rank);
+                            let found = panel_element(tiled, factors.b, dtype, index / rank, index % rank, rank);
                             assert_eq!(found, wanted(value), "{level} {dtype:?} {stored_as:?} {rank} {output} {index}");
                         }
                     }

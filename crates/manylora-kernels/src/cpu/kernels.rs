@@ -135,12 +135,12 @@ pub(super) fn panel_kernel(level: SimdLevel, format: PanelFormat) -> PanelKernel
         #[cfg(target_arch = "x86_64")]
         (SimdLevel::Avx512Bf16, PanelFormat::Bf16Pairs) => x86::avx512_gemm::panel_bf16_pairs,
         #[cfg(target_arch = "x86_64")]
-        (SimdLevel::Avx2 | SimdLevel::Avx512Bf16, PanelFormat::F32) => x86::avx2_gemm::panel_f32,
+        (SimdLevel::Avx2 | SimdLevel::Avx512Bf16 | SimdLevel::Amx, PanelFormat::F32) => x86::avx2_gemm::panel_f32,
         #[cfg(target_arch = "x86_64")]
-        (SimdLevel::Avx2 | SimdLevel::Avx512Bf16, PanelFormat::Bf16) => x86::avx2_gemm::panel_bf16,
+        (SimdLevel::Avx2 | SimdLevel::Avx512Bf16 | SimdLevel::Amx, PanelFormat::Bf16) => x86::avx2_gemm::panel_bf16,
         (_, PanelFormat::F32) => portable::gemm::panel_f32,
         (_, PanelFormat::Bf16) => portable::gemm::panel_bf16,
-        (_, PanelFormat::Bf16Pairs) => unreachable!("pairs are packed for AVX-512 only"),
+        (_, PanelFormat::Bf16Pairs) => unreachable!("`{level}` has no kernel of its own for pairs"),
     }
 }
 
@@ -148,9 +148,9 @@ pub(super) fn panel_kernel(level: SimdLevel, format: PanelFormat) -> PanelKernel
 pub(super) fn expand_kernel(level: SimdLevel, dtype: StorageType) -> ExpandKernel {
     match (level, dtype) {
         #[cfg(target_arch = "x86_64")]
-        (SimdLevel::Avx2 | SimdLevel::Avx512Bf16, StorageType::F32) => x86::avx2_expand::expand_f32,
+        (SimdLevel::Avx2 | SimdLevel::Avx512Bf16 | SimdLevel::Amx, StorageType::F32) => x86::avx2_expand::expand_f32,
         #[cfg(target_arch = "x86_64")]
-        (SimdLevel::Avx2 | SimdLevel::Avx512Bf16, StorageType::Bf16) => x86::avx2_expand::expand_bf16,
+        (SimdLevel::Avx2 | SimdLevel::Avx512Bf16 | SimdLevel::Amx, StorageType::Bf16) => x86::avx2_expand::expand_bf16,
         (_, StorageType::F32) => portable::gemm::expand_f32,
         (_, StorageType::Bf16) => portable::gemm::expand_bf16,
         (_, StorageType::F16) => unreachable!("refused where it is asked for"),
@@ -161,9 +161,9 @@ pub(super) fn expand_kernel(level: SimdLevel, dtype: StorageType) -> ExpandKerne
 pub(super) fn shrink_kernel(level: SimdLevel, dtype: StorageType) -> ShrinkKernel {
     match (level, dtype) {
         #[cfg(target_arch = "x86_64")]
-        (SimdLevel::Avx2 | SimdLevel::Avx512Bf16, StorageType::F32) => x86::avx2_shrink::shrink_f32,
+        (SimdLevel::Avx2 | SimdLevel::Avx512Bf16 | SimdLevel::Amx, StorageType::F32) => x86::avx2_shrink::shrink_f32,
         #[cfg(target_arch = "x86_64")]
-        (SimdLevel::Avx2 | SimdLevel::Avx512Bf16, StorageType::Bf16) => x86::avx2_shrink::shrink_bf16,
+        (SimdLevel::Avx2 | SimdLevel::Avx512Bf16 | SimdLevel::Amx, StorageType::Bf16) => x86::avx2_shrink::shrink_bf16,
         (_, StorageType::F32) => portable::shrink::shrink_f32,
         (_, StorageType::Bf16) => portable::shrink::shrink_bf16,
         (_, StorageType::F16) => unreachable!("refused where it is asked for"),
@@ -175,7 +175,7 @@ pub(super) fn shrink_kernel(level: SimdLevel, dtype: StorageType) -> ShrinkKerne
 pub(super) const fn blocks_of_rows(level: SimdLevel, rows: usize, steps: usize, stretch: usize) -> usize {
     match level {
         #[cfg(target_arch = "x86_64")]
-        SimdLevel::Avx2 => x86::avx2_gemm::blocks_of_rows(rows, steps, stretch),
+        SimdLevel::Avx2 | SimdLevel::Amx => x86::avx2_gemm::blocks_of_rows(rows, steps, stretch),
         #[cfg(target_arch = "x86_64")]
         SimdLevel::Avx512Bf16 => x86::avx512_gemm::blocks_of_rows(rows, steps, stretch),
         _ => steps.div_ceil(stretch),

@@ -7,7 +7,7 @@ use std::fmt;
 
 use crate::error::KernelError;
 
-/// Environment variable that forces a level: `portable`, `avx2` or `avx512`.
+/// Environment variable that forces a level: `portable`, `avx2`, `avx512` or `amx`.
 pub const LEVEL_VARIABLE: &str = "MANYLORA_SIMD";
 
 /// A set of instructions that kernels are written for.
@@ -19,6 +19,8 @@ pub enum SimdLevel {
     Avx2,
     /// AVX-512 with BF16 dot products.
     Avx512Bf16,
+    /// Tile registers with BF16 products (AMX), beside AVX-512 with BF16.
+    Amx,
 }
 
 impl SimdLevel {
@@ -31,6 +33,9 @@ impl SimdLevel {
                 levels.push(Self::Avx2);
                 if super::x86::has_avx512_bf16() {
                     levels.push(Self::Avx512Bf16);
+                    if super::x86::has_amx_bf16() {
+                        levels.push(Self::Amx);
+                    }
                 }
             }
         }
@@ -56,6 +61,7 @@ impl SimdLevel {
             "portable" => Some(Self::Portable),
             "avx2" => Some(Self::Avx2),
             "avx512" => Some(Self::Avx512Bf16),
+            "amx" => Some(Self::Amx),
             _ => None,
         };
         level.ok_or_else(|| Self::unavailable(name)).and_then(Self::require)
@@ -78,6 +84,7 @@ impl fmt::Display for SimdLevel {
             Self::Portable => "portable",
             Self::Avx2 => "avx2",
             Self::Avx512Bf16 => "avx512",
+            Self::Amx => "amx",
         })
     }
 }

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::CpuBackend;
 use super::adapter::CpuAdapter;
-use super::ahead::prefetch;
+use super::ahead::{Ahead, prefetch};
 use super::expand::Expand;
 use super::kernels::{
     MAX_PANELS, PanelJob, PanelRow, ShrinkJob, ShrinkRow, block_rows, blocks_of_rows, panel_kernel, shrink_kernel,
@@ -23,6 +23,7 @@ use super::memory::{AlignedVec, Buffer};
 use super::pack::PanelFormat;
 use super::pool::Pool;
 use super::scratch::{Scratch, ScratchSizes, Segment};
+use super::tiles::{self, Registers, RowTiles, TileExpand};
 use crate::backend::{AdapterTable, LinearOutput, LinearPart};
 use crate::batch::{RowAdapterPlan, StepBatch};
 use crate::error::KernelError;
@@ -95,6 +96,8 @@ struct Call<'a> {
     next: AtomicUsize,
     /// Some part wants its rows as pairs of bf16.
     pairs: bool,
+    /// The rows as tiles, where the base or adapters are multiplied so.
+    tiles: Option<RowTiles>,
 }
 
 /// A block of rows, as all its runs need it.
@@ -103,34 +106,80 @@ struct Prepared<'a> {
     first_row: usize,
     rows: usize,
     /// For each part.
-    expands: [Option<Expand<'a>>; MAX_PARTS],
+    deltas: [Option<Deltas<'a>>; MAX_PARTS],
+}
+
+/// The adapters of one part for a block of rows.
+#[expect(clippy::large_enum_variant, reason = "both are large, and made once per block of rows")]
+enum Deltas<'a> {
+    Rows(Expand<'a>),
+    Tiles(TileExpand<'a>),
+}
+
+impl Deltas<'_> {
+    const fn is_empty(&self) -> bool {
+        match self {
+            Self::Rows(expand) => expand.is_empty(),
+            Self::Tiles(expand) => expand.is_empty(),
+        }
+    }
+
+    fn ahead(&self, first_output: usize, width: usize, gaps: usize) -> Option<Ahead<'_>> {
+        match self {
+            Self::Rows(expand) => expand.ahead(first_output, width, gaps),
+            Self::Tiles(expand) => expand.ahead(first_output, width, gaps),
+        }
+    }
+}
+
+/// What a thread works with: its sums (the tile of a block of rows), and behind them what its kernels need; and its tile
+/// registers.
+struct Bench {
+    tile: *mut f32,
+    spare: *mut f32,
+    registers: Registers,
 }
 
 // SAFETY: threads read shared inputs, and write disjoint columns of the outputs, disjoint shrink results and their own
 // scratch.
 unsafe impl Sync for Call<'_> {}
 
-/// Working memory for steps of at most so many entries, ranks and inputs: what [`reserve`] takes.
-pub(super) fn scratch_sizes(level: SimdLevel, entries: usize, rank: usize, width: usize) -> ScratchSizes {
+/// Working memory for steps of at most so many rows, entries, ranks and inputs: what [`reserve`] takes.
+pub(super) fn scratch_sizes(
+    level: SimdLevel,
+    rows: usize,
+    entries: usize,
+    rank: usize,
+    width: usize,
+) -> ScratchSizes {
     // The largest `scratch_each` of any input up to `width`: narrower inputs let more rows pass together, so that pairs
     // take half of ROWS_BYTES at most, unless the fewest rows take more.
     let words = width.div_ceil(2);
     let pairs = match level {
         SimdLevel::Avx512Bf16 => (MOST_ROWS * words).min((FEWEST_ROWS * words).max(ROWS_BYTES / 8 + MOST_ROWS)),
-        SimdLevel::Portable | SimdLevel::Avx2 => 0,
+        SimdLevel::Portable | SimdLevel::Avx2 | SimdLevel::Amx => 0,
     };
+    let tiled = level == SimdLevel::Amx;
+    let thread_values = if tiled { tiles::thread_values(rows.max(MOST_ROWS)) } else { TILE + pairs };
     ScratchSizes {
         // A segment has an entry at least.
         segments: entries.saturating_mul(MAX_PARTS),
         shrunk: entries.saturating_mul(rank).saturating_mul(MAX_PARTS),
-        thread_values: (TILE + pairs).next_multiple_of(16) + 16,
+        thread_values: thread_values.next_multiple_of(16) + 16,
+        rows: if tiled { RowTiles::bytes(rows, width) } else { 0 },
     }
 }
 
 /// See [`crate::Backend::reserve`].
-pub(super) fn reserve(backend: &CpuBackend, entries: usize, rank: usize, width: usize) -> Result<(), KernelError> {
+pub(super) fn reserve(
+    backend: &CpuBackend,
+    rows: usize,
+    entries: usize,
+    rank: usize,
+    width: usize,
+) -> Result<(), KernelError> {
     let mut scratch = backend.scratch.lock().unwrap_or_else(PoisonError::into_inner);
-    scratch.reserve_sizes(&scratch_sizes(backend.level, entries, rank, width), backend.pool.threads())
+    scratch.reserve_sizes(&scratch_sizes(backend.level, rows, entries, rank, width), backend.pool.threads())
 }
 
 /// Rows of `inputs` values that pass through a panel together.
@@ -138,10 +187,15 @@ fn tile_rows(inputs: usize) -> usize {
     (ROWS_BYTES / (4 * inputs.max(1)) / 6 * 6).clamp(FEWEST_ROWS, MOST_ROWS)
 }
 
-/// Values of one thread's scratch: its tile, then rows rounded to pairs. Whole cache lines, and one between neighbours.
-fn scratch_each(rows: usize, inputs: usize, pairs: bool) -> usize {
-    let pair_words = if pairs { tile_rows(inputs).min(rows) * inputs.div_ceil(2) } else { 0 };
-    (TILE + pair_words).next_multiple_of(16) + 16
+/// Values of one thread's scratch: its tile, then rows rounded to pairs, or what tile products need. Whole cache lines, and
+/// one between neighbours.
+fn scratch_each(level: SimdLevel, rows: usize, inputs: usize, pairs: bool) -> usize {
+    let values = match level {
+        SimdLevel::Amx => tiles::thread_values(rows.max(MOST_ROWS)),
+        _ if pairs => TILE + tile_rows(inputs).min(rows) * inputs.div_ceil(2),
+        _ => TILE,
+    };
+    values.next_multiple_of(16) + 16
 }
 
 /// See [`crate::Backend::linear`].
@@ -190,15 +244,25 @@ pub(super) fn linear(
         }
     });
 
-    let tile_rows = tile_rows(inputs);
-    let scratch_each = scratch_each(rows, inputs, pairs);
+    let tiled_base = backend.level == SimdLevel::Amx && pairs;
+    let tiled_adapters = scratch.segments.first().map(|segment| tiles::tiled(backend.level, segment.dtype));
+    let tile_rows = match (tiled_base, tiled_adapters) {
+        (true, None | Some(true)) => tiles::rows_together(inputs),
+        (true, Some(false)) => MOST_ROWS,
+        (false, _) => tile_rows(inputs),
+    };
+    let scratch_each = scratch_each(backend.level, rows, inputs, pairs);
     let threads = backend.pool.threads();
     scratch.reserve_threads(threads, scratch_each).expect("working memory of a step: reserve it at start");
     let panels = views[..parts.len()].iter().map(|part| part.panels).sum::<usize>();
     let bytes = views[..parts.len()].iter().map(|part| part.panels * part.format.panel_bytes(inputs)).sum::<usize>();
     let work = bytes * tile_rows.min(rows);
     let runs = (threads * RUNS_PER_THREAD).max(bytes.div_ceil(RUN_BYTES)).max(work.div_ceil(RUN_WORK));
-    let together = panels_side_by_side(backend.level, rows.min(tile_rows), usize::MAX);
+    let together = panels_side_by_side(backend.level, tiled_base, rows.min(tile_rows), usize::MAX);
+    let tiles = (tiled_base || tiled_adapters == Some(true)).then(|| {
+        scratch.reserve_rows(RowTiles::bytes(rows, inputs)).expect("working memory of a step: reserve it at start");
+        RowTiles::new(backend, rows, inputs, input, &mut scratch.rows)
+    });
     let call = Call {
         level: backend.level,
         rows,
@@ -216,7 +280,8 @@ pub(super) fn linear(
         together,
         runs: if threads == 1 { 1 } else { panels.div_ceil(together).min(runs).max(1) },
         next: AtomicUsize::new(0),
-        pairs,
+        pairs: pairs && !tiled_base,
+        tiles,
     };
     if !call.segments.is_empty() {
         backend.pool.run(&|part, parts| call.shrink(part, parts));
@@ -251,15 +316,20 @@ pub(super) fn embed_deltas(
             assert!(token < vocabulary, "token `{token}` is beyond the adapter's vocabulary of {vocabulary}");
             let results = &mut scratch.shrunk[segment.shrunk + index * segment.rank..][..segment.rank];
             let scale = segment.scale * entry.scale;
-            for (rank, result) in results.iter_mut().enumerate() {
-                // SAFETY: the transposed A is `[vocabulary, rank]`.
-                *result = scale * unsafe { element(segment, token * segment.rank + rank) };
+            // SAFETY: the transposed A is `[vocabulary, rank]`.
+            let shrunk = |rank: usize| scale * unsafe { element(segment, token * segment.rank + rank) };
+            if tiles::tiled(backend.level, segment.dtype) {
+                tiles::store_pairs(results, shrunk);
+            } else {
+                for (rank, result) in results.iter_mut().enumerate() {
+                    *result = shrunk(rank);
+                }
             }
         }
     }
     let rows = batch.rows();
     assert!(rows <= out.rows, "result of {rows} rows does not fit");
-    let scratch_each = TILE + 16;
+    let scratch_each = scratch_each(backend.level, rows, 0, false);
     let threads = backend.pool.threads();
     scratch.reserve_threads(threads, scratch_each).expect("working memory of a step: reserve it at start");
     let part = Part {
@@ -292,6 +362,7 @@ pub(super) fn embed_deltas(
         runs: 1,
         next: AtomicUsize::new(0),
         pairs: false,
+        tiles: None,
     };
     backend.pool.run(&|part, parts| call.embed_panels(part, parts));
 }
@@ -364,6 +435,8 @@ fn resolve_segments(
             shrunk += segment.count as usize * factors.rank;
         }
     }
+    let dtype = scratch.segments.first().map(|segment| segment.dtype);
+    assert!(scratch.segments.iter().all(|segment| Some(segment.dtype) == dtype), "adapters of one type of numbers");
     if scratch.shrunk.len() < shrunk {
         let segments = std::mem::take(&mut scratch.segments);
         scratch.reserve(0, shrunk).expect("working memory of a step: reserve it at start");
@@ -372,8 +445,37 @@ fn resolve_segments(
 }
 
 impl Call<'_> {
+    /// A thread's own stretch of the scratch.
+    fn bench(&self, thread: usize) -> Bench {
+        let tile = self.scratch.wrapping_add(thread * self.scratch_each);
+        let registers = Registers::of(self.level);
+        Bench { tile, spare: tile.wrapping_add(tiles::sums_values(self.rows.max(MOST_ROWS))), registers }
+    }
+
+    /// Whether adapters of this call are multiplied as tiles.
+    fn tiled_adapters(&self) -> bool {
+        self.segments.first().is_some_and(|segment| tiles::tiled(self.level, segment.dtype))
+    }
+
     /// A thread's share of the shrink: ranks of segments, split by their number of dot products.
     fn shrink(&self, part: usize, parts: usize) {
+        if self.tiled_adapters() {
+            let mut bench = self.bench(part);
+            let tiles = self.tiles.as_ref().expect("rows were made tiles where adapters are");
+            let call = tiles::ShrinkCall {
+                tiles,
+                inputs: self.inputs,
+                plan: self.plan,
+                segments: self.segments,
+                shrunk: self.shrunk,
+            };
+            if let Some(entry) = self.plan.entries().iter().find(|entry| entry.row as usize >= self.rows) {
+                panic!("the plan names row `{}` of a batch of {}", entry.row, self.rows);
+            }
+            // SAFETY: the tiles are those of the plan's rows, the bench is this thread's, and the level is available.
+            unsafe { call.run((part, parts), &mut bench.registers, bench.spare) };
+            return;
+        }
         let total: usize = self.segments.iter().map(|segment| segment.rank * segment.count).sum();
         let (from, to) = (total * part / parts, total * (part + 1) / parts);
         let mut before = 0;
@@ -418,8 +520,7 @@ impl Call<'_> {
     /// A thread's work on the panels of all parts: it draws tickets, each of them a run of panels for one block of rows,
     /// until none is left. So a thread that lost its core for a while holds back one ticket, not its share of the call.
     fn panels(&self, thread: usize) {
-        // SAFETY: this thread's own stretch of the scratch.
-        let tile = unsafe { self.scratch.add(thread * self.scratch_each) };
+        let mut bench = self.bench(thread);
         let blocks = self.rows.div_ceil(self.tile_rows);
         let mut prepared: Option<Prepared<'_>> = None;
         loop {
@@ -429,21 +530,27 @@ impl Call<'_> {
                 return;
             }
             if prepared.as_ref().is_none_or(|prepared| prepared.block != block) {
-                prepared = Some(self.prepare(block, tile));
+                prepared = Some(self.prepare(block, bench.tile));
             }
-            self.run_of_panels(self.run(run), prepared.as_ref().expect("just made"), tile);
+            self.run_of_panels(self.run(run), prepared.as_ref().expect("just made"), &mut bench);
         }
     }
 
     /// What all runs of a block of rows need.
     fn prepare(&self, block: usize, tile: *mut f32) -> Prepared<'_> {
-        let first_row = (0..block).map(|before| block_rows(self.rows, self.tile_rows, before)).sum();
-        let rows = block_rows(self.rows, self.tile_rows, block);
+        let (first_row, rows) = if self.tiles.is_some() {
+            // Whole groups.
+            let rows = Pool::split(self.rows, tiles::TILE_ROWS, block, self.rows.div_ceil(self.tile_rows));
+            (rows.start, rows.len())
+        } else {
+            let first_row = (0..block).map(|before| block_rows(self.rows, self.tile_rows, before)).sum();
+            (first_row, block_rows(self.rows, self.tile_rows, block))
+        };
         if self.pairs {
             self.round_rows(first_row, rows, tile);
         }
-        let expands = std::array::from_fn(|part| self.parts.get(part).map(|part| self.expand(part, first_row, rows)));
-        Prepared { block, first_row, rows, expands }
+        let deltas = std::array::from_fn(|part| self.parts.get(part).map(|part| self.deltas(part, first_row, rows)));
+        Prepared { block, first_row, rows, deltas }
     }
 
     /// The panels of a run, counted through all parts.
@@ -474,11 +581,11 @@ impl Call<'_> {
     }
 
     /// Panels (counted through all parts) of one block of rows.
-    fn run_of_panels(&self, share: Range<usize>, prepared: &Prepared<'_>, tile: *mut f32) {
-        let (first_row, rows) = (prepared.first_row, prepared.rows);
+    fn run_of_panels(&self, share: Range<usize>, prepared: &Prepared<'_>, bench: &mut Bench) {
+        let (first_row, rows, tile) = (prepared.first_row, prepared.rows, bench.tile);
         let mut before = 0;
         let mut list = [PanelRow { input: std::ptr::null(), tile }; MOST_ROWS];
-        for (part, expand) in self.parts.iter().zip(prepared.expands.iter().flatten()) {
+        for (part, deltas) in self.parts.iter().zip(prepared.deltas.iter().flatten()) {
             let first = share.start.saturating_sub(before).min(part.panels);
             let last = share.end.saturating_sub(before).min(part.panels);
             before += part.panels;
@@ -486,11 +593,12 @@ impl Call<'_> {
                 continue;
             }
             let pairs = part.format == PanelFormat::Bf16Pairs;
+            let tiled = pairs && self.level == SimdLevel::Amx;
             let mut panel = first;
             while panel < last {
-                let group = panels_side_by_side(self.level, rows, last - panel);
+                let group = panels_side_by_side(self.level, tiled, rows, last - panel);
                 let width = group * part.format.width();
-                for (index, row) in list[..rows].iter_mut().enumerate() {
+                for (index, row) in list.iter_mut().take(if tiled { 0 } else { rows }).enumerate() {
                     // SAFETY: inputs and tile have room for these rows.
                     unsafe {
                         row.tile = tile.add(index * width);
@@ -509,10 +617,14 @@ impl Call<'_> {
                     }
                 }
                 let follows = self.follows(before - part.panels + panel + group, share.end);
-                self.base(part, (panel, group), &list[..rows], expand, follows);
+                if tiled {
+                    self.tiled_base(part, (panel, group), (first_row, rows), deltas, follows, bench);
+                } else {
+                    self.base(part, (panel, group), &list[..rows], deltas, follows);
+                }
                 let last_output = (first_output + width).min(part.outputs);
                 // SAFETY: the tile has these rows; B has panels for all outputs of the part.
-                unsafe { expand.run(first_output, last_output, width, tile) };
+                unsafe { Self::add_deltas(deltas, (first_output, last_output), width, bench) };
                 Self::finish(part, first_output, width, first_row, rows, tile);
                 panel += group;
             }
@@ -522,13 +634,13 @@ impl Call<'_> {
     /// As [`Self::panels`] for the embedding: the tile starts from what `out` holds.
     fn embed_panels(&self, thread: usize, threads: usize) {
         let part = &self.parts[0];
-        // SAFETY: this thread's own stretch of the scratch.
-        let tile = unsafe { self.scratch.add(thread * self.scratch_each) };
+        let mut bench = self.bench(thread);
+        let tile = bench.tile;
         let blocks = self.rows.div_ceil(self.tile_rows);
         let mut first_row = 0;
         for block in 0..blocks {
             let rows = block_rows(self.rows, self.tile_rows, block);
-            let expand = self.expand(part, first_row, rows);
+            let deltas = self.deltas(part, first_row, rows);
             for panel in Pool::split(part.panels, 1, thread, threads) {
                 let first = panel * B_WIDTH;
                 let count = B_WIDTH.min(part.outputs - first);
@@ -540,7 +652,7 @@ impl Call<'_> {
                     }
                 }
                 // SAFETY: the tile has these rows; B has panels for all outputs of the part.
-                unsafe { expand.run(first, first + count, B_WIDTH, tile) };
+                unsafe { Self::add_deltas(&deltas, (first, first + count), B_WIDTH, &mut bench) };
                 Self::finish(part, first, B_WIDTH, first_row, rows, tile);
             }
             first_row += rows;
@@ -572,7 +684,7 @@ impl Call<'_> {
         part: &Part,
         (panel, group): (usize, usize),
         rows: &[PanelRow],
-        expand: &Expand<'_>,
+        deltas: &Deltas<'_>,
         follows: *const u8,
     ) {
         let kernel = panel_kernel(self.level, part.format);
@@ -581,12 +693,12 @@ impl Call<'_> {
         let (first_output, width) = (panel * part.format.width(), group * part.format.width());
         // In one go while few rows read the panel once and nothing is to be fetched meanwhile; else in stretches, all of
         // about the same length.
-        let most_bytes = if expand.is_empty() { STRETCH_BYTES } else { STRETCH_BYTES_WITH_GAPS };
-        let whole = rows.len() <= 6 && expand.is_empty();
+        let most_bytes = if deltas.is_empty() { STRETCH_BYTES } else { STRETCH_BYTES_WITH_GAPS };
+        let whole = rows.len() <= 6 && deltas.is_empty();
         let stretches = if whole { 1 } else { (steps * part.format.step_bytes()).div_ceil(most_bytes).max(1) };
         let stretch = steps.div_ceil(stretches).next_multiple_of(16);
         let gaps = blocks_of_rows(self.level, rows.len(), steps, stretch);
-        let ahead = expand.ahead(first_output, width, gaps);
+        let ahead = deltas.ahead(first_output, width, gaps);
         let mut first_step = 0;
         loop {
             // SAFETY: the panel and the step lie in the packed weight.
@@ -612,11 +724,67 @@ impl Call<'_> {
         }
     }
 
+    /// As [`Self::base`] by tile products.
+    fn tiled_base(
+        &self,
+        part: &Part,
+        (panel, group): (usize, usize),
+        (first_row, rows): (usize, usize),
+        deltas: &Deltas<'_>,
+        follows: *const u8,
+        bench: &mut Bench,
+    ) {
+        let panel_bytes = part.format.panel_bytes(self.inputs);
+        let (first_output, width) = (panel * part.format.width(), group * part.format.width());
+        let ahead = deltas.ahead(first_output, width, tiles::gaps(self.inputs, rows));
+        let panels = tiles::Panels {
+            tiles: self.tiles.as_ref().expect("rows were made tiles where the base is"),
+            first_row,
+            rows,
+            inputs: self.inputs,
+            weights: part.weights.wrapping_add(panel * panel_bytes),
+            panel_bytes,
+            panels: group,
+            sums: bench.tile,
+            follows,
+            ahead: ahead.as_ref(),
+        };
+        // SAFETY: panels, tiles and sums are as large as the job says; the backend's level is available.
+        unsafe { panels.run(&mut bench.registers) };
+    }
+
     /// The part's adapters for a block of rows.
-    fn expand(&self, part: &Part, first_row: usize, rows: usize) -> Expand<'_> {
+    fn deltas(&self, part: &Part, first_row: usize, rows: usize) -> Deltas<'_> {
         let segments = &self.segments[part.first_segment..part.last_segment];
         // SAFETY: adapters and shrink results outlive the call.
-        unsafe { Expand::new(self.level, self.plan, segments, self.shrunk, (first_row, rows)) }
+        unsafe {
+            if self.tiled_adapters() {
+                Deltas::Tiles(TileExpand::new(self.plan, segments, self.shrunk, (first_row, rows)))
+            } else {
+                Deltas::Rows(Expand::new(self.level, self.plan, segments, self.shrunk, (first_row, rows)))
+            }
+        }
+    }
+
+    /// Adds the adapters' part of outputs `first_output..last_output` to the bench's tile.
+    ///
+    /// # Safety
+    /// The tile has the block's rows of `width` values; B has panels for all these outputs.
+    unsafe fn add_deltas(
+        deltas: &Deltas<'_>,
+        (first_output, last_output): (usize, usize),
+        width: usize,
+        bench: &mut Bench,
+    ) {
+        // SAFETY: passed on.
+        unsafe {
+            match deltas {
+                Deltas::Rows(expand) => expand.run(first_output, last_output, width, bench.tile),
+                Deltas::Tiles(expand) => {
+                    expand.run((first_output, last_output), width, bench.tile, &mut bench.registers, bench.spare);
+                }
+            }
+        }
     }
 
     /// Bias, and the tile's rows into the result.
@@ -648,11 +816,12 @@ impl Call<'_> {
 }
 
 /// Panels computed together: with few rows one panel has too few chains to keep memory busy.
-const fn panels_side_by_side(level: SimdLevel, rows: usize, left: usize) -> usize {
+const fn panels_side_by_side(level: SimdLevel, tiled: bool, rows: usize, left: usize) -> usize {
     match (level, rows, left) {
-        (SimdLevel::Avx2, 1, 6..) => 6,
+        _ if tiled => if rows <= tiles::TILE_ROWS && left >= 2 { 2 } else { 1 },
+        (SimdLevel::Avx2 | SimdLevel::Amx, 1, 6..) => 6,
         (_, 1, 4..) => 4,
-        (SimdLevel::Avx2, 2, 3..) => 3,
+        (SimdLevel::Avx2 | SimdLevel::Amx, 2, 3..) => 3,
         (_, 1 | 2, 2..) => 2,
         _ => 1,
     }

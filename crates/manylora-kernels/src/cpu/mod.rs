@@ -30,6 +30,11 @@ mod pool;
 mod portable;
 mod rope;
 mod scratch;
+#[cfg(target_arch = "x86_64")]
+mod tiles;
+#[cfg(not(target_arch = "x86_64"))]
+#[path = "tiles_absent.rs"]
+mod tiles;
 mod topology;
 mod vector;
 mod weight_memory;
@@ -128,12 +133,12 @@ impl Backend for CpuBackend {
         widths.iter().map(|&width| Buffer::zeroed(rows, width)).collect()
     }
 
-    fn reserve(&self, _rows: usize, entries: usize, rank: usize, width: usize) -> Result<(), KernelError> {
-        linear::reserve(self, entries, rank, width)
+    fn reserve(&self, rows: usize, entries: usize, rank: usize, width: usize) -> Result<(), KernelError> {
+        linear::reserve(self, rows, entries, rank, width)
     }
 
-    fn reserved_bytes(&self, _rows: usize, entries: usize, rank: usize, width: usize) -> usize {
-        linear::scratch_sizes(self.level, entries, rank, width).bytes(self.pool.threads())
+    fn reserved_bytes(&self, rows: usize, entries: usize, rank: usize, width: usize) -> usize {
+        linear::scratch_sizes(self.level, rows, entries, rank, width).bytes(self.pool.threads())
     }
 
     fn attention_bytes(&self, shape: &KvShape, context: usize) -> usize {

@@ -7,7 +7,7 @@
 //! |---|---|---|
 //! | [`PanelFormat::F32`] | `[N/16][K][16]` f32 | every level |
 //! | [`PanelFormat::Bf16`] | `[N/16][K][8][2]`: outputs `j` and `j + 8` share a word, low half first | portable, AVX2 |
-//! | [`PanelFormat::Bf16Pairs`] | `[N/32][K/2][32][2]`: inputs `2k` and `2k + 1` share a word | AVX-512 BF16 |
+//! | [`PanelFormat::Bf16Pairs`] | `[N/32][K/2][32][2]`: inputs `2k` and `2k + 1` share a word | AVX-512 BF16, AMX |
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -28,7 +28,7 @@ pub enum PanelFormat {
     /// Panels of 16 outputs, bf16: one 32-byte load is all outputs of one input, eight in low halves, eight in high
     /// ones.
     Bf16,
-    /// Panels of 32 outputs, bf16, two inputs side by side, as `vdpbf16ps` wants them. An odd last input is paired with
+    /// Panels of 32 outputs, bf16, two inputs side by side, as `vdpbf16ps` and `tdpbf16ps` want them. An odd last input is paired with
     /// 0.
     Bf16Pairs,
 }
@@ -39,13 +39,13 @@ impl PanelFormat {
         match (dtype, level) {
             (StorageType::F32, _) => Self::F32,
             // F16 is never packed; its bytes can be asked for.
-            (StorageType::Bf16 | StorageType::F16, SimdLevel::Avx512Bf16) => Self::Bf16Pairs,
+            (StorageType::Bf16 | StorageType::F16, SimdLevel::Avx512Bf16 | SimdLevel::Amx) => Self::Bf16Pairs,
             (StorageType::Bf16 | StorageType::F16, _) => Self::Bf16,
         }
     }
 
-    /// The format of an adapter's B: its input is the f32 result of the shrink, so pairs of bf16 are out of the
-    /// question.
+    /// The format of an adapter's B where its input is the f32 result of the shrink, so that pairs of bf16 are out of the
+    /// question: everywhere but in `tiles`.
     pub const fn of_adapter(dtype: StorageType) -> Self {
         match dtype {
             StorageType::F32 => Self::F32,

@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use super::memory::AlignedVec;
+use super::memory::{AlignedVec, Plain};
 use crate::backend::StorageType;
 use crate::batch::RowAdapterPlan;
 use crate::error::KernelError;
@@ -56,13 +56,15 @@ pub(super) struct ScratchSizes {
     pub(super) shrunk: usize,
     /// Values of each thread.
     pub(super) thread_values: usize,
+    /// Bytes of all rows, where they are rounded once for all threads.
+    pub(super) rows: usize,
 }
 
 impl ScratchSizes {
     /// Bytes that [`Scratch::reserve_sizes`] takes with these sizes, where nothing was reserved before.
     pub(super) const fn bytes(&self, threads: usize) -> usize {
         let values = self.shrunk.saturating_add(self.thread_values.saturating_mul(threads));
-        self.segments.saturating_mul(size_of::<Segment>()).saturating_add(values.saturating_mul(size_of::<f32>()))
+        self.segments.saturating_mul(size_of::<Segment>()).saturating_add(values.saturating_mul(size_of::<f32>())).saturating_add(self.rows)
     }
 }
 
@@ -72,6 +74,8 @@ pub(super) struct Scratch {
     pub(super) shrunk: AlignedVec<f32>,
     /// One stretch per thread.
     pub(super) threads: AlignedVec<f32>,
+    /// Rows, rounded once for all threads.
+    pub(super) rows: AlignedVec<u8>,
 }
 
 #[expect(unsafe_code, reason = "holds pointers between the two regions of one call only")]
@@ -81,7 +85,7 @@ unsafe impl Send for Scratch {}
 
 impl Scratch {
     pub(super) const fn new() -> Self {
-        Self { segments: Vec::new(), shrunk: AlignedVec::empty(), threads: AlignedVec::empty() }
+        Self { segments: Vec::new(), shrunk: AlignedVec::empty(), threads: AlignedVec::empty(), rows: AlignedVec::empty() }
     }
 
     /// Room for `segments` segments and `shrunk` shrink results.
@@ -98,7 +102,13 @@ impl Scratch {
     /// Room for a step of these sizes on `threads` threads.
     pub(super) fn reserve_sizes(&mut self, sizes: &ScratchSizes, threads: usize) -> Result<(), KernelError> {
         self.reserve(sizes.segments, sizes.shrunk)?;
-        self.reserve_threads(threads, sizes.thread_values)
+        self.reserve_threads(threads, sizes.thread_values)?;
+        self.reserve_rows(sizes.rows)
+    }
+
+    /// Room for `bytes` bytes of rounded rows.
+    pub(super) fn reserve_rows(&mut self, bytes: usize) -> Result<(), KernelError> {
+        grow(&mut self.rows, bytes)
     }
 
     /// Room for `each` values for each of `threads` threads.
@@ -107,7 +117,7 @@ impl Scratch {
     }
 }
 
-fn grow(memory: &mut AlignedVec<f32>, length: usize) -> Result<(), KernelError> {
+fn grow<T: Plain>(memory: &mut AlignedVec<T>, length: usize) -> Result<(), KernelError> {
     if memory.len() < length {
         // The old one first: never both.
         *memory = AlignedVec::empty();

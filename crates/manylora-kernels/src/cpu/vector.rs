@@ -153,7 +153,7 @@ pub(crate) fn run<K: VectorKernel>(level: SimdLevel, kernel: K) {
     match level {
         SimdLevel::Portable => enter_portable(kernel),
         #[cfg(target_arch = "x86_64")]
-        SimdLevel::Avx2 | SimdLevel::Avx512Bf16 => Avx2::run(level, kernel),
+        SimdLevel::Avx2 | SimdLevel::Avx512Bf16 | SimdLevel::Amx => Avx2::run(level, kernel),
         #[cfg(not(target_arch = "x86_64"))]
         _ => enter_portable(kernel),
     }

@@ -159,16 +159,21 @@ impl Case {
         packed.run_rows(self, backend, rows)
     }
 
-    /// Float64 results and the sum of magnitudes of what was added, per part and element.
-    pub(crate) fn reference(&self, level: SimdLevel) -> Vec<Vec<(f64, f64)>> {
+    /// Float64 results, the sum of magnitudes of what was added, and how far a level's rounding between A and B may take
+    /// them, per part and element.
+    pub(crate) fn reference(&self, level: SimdLevel) -> Vec<Vec<(f64, f64, f64)>> {
         let round = |dtype: StorageType, value: f32| match dtype {
             StorageType::F32 => f64::from(value),
             StorageType::Bf16 => bf16::from_f32(value).to_f64(),
             StorageType::F16 => half::f16::from_f32(value).to_f64(),
         };
-        // AVX-512's bf16 instruction takes its inputs rounded; everything else sees them as they are.
-        let pairs = level == SimdLevel::Avx512Bf16 && self.weight_dtype == StorageType::Bf16;
+        // The bf16 instructions of AVX-512 and AMX take their inputs rounded; everything else sees them as they are. With
+        // AMX adapters do so, too, and what their A comes to is rounded before B.
+        let pairs = level >= SimdLevel::Avx512Bf16 && self.weight_dtype == StorageType::Bf16;
         let input_dtype = if pairs { StorageType::Bf16 } else { StorageType::F32 };
+        let tiles = level == SimdLevel::Amx && self.adapter_dtype == StorageType::Bf16;
+        let adapter_input = if tiles { StorageType::Bf16 } else { StorageType::F32 };
+        let half_unit = if tiles { f64::powi(2.0, -8) } else { 0.0 };
         self.parts
             .iter()
             .enumerate()
@@ -184,7 +189,7 @@ impl Case {
                             let shrunk = site.a.chunks_exact(self.inputs).map(|a| {
                                 let scale = f64::from(site.scale * strength);
                                 a.iter().zip(x).fold((0.0, 0.0), |(sum, size), (&a, &x)| {
-                                    let term = scale * round(self.adapter_dtype, a) * f64::from(x);
+                                    let term = scale * round(self.adapter_dtype, a) * round(adapter_input, x);
                                     (sum + term, size + term.abs())
                                 })
                             });
@@ -192,7 +197,7 @@ impl Case {
                         })
                         .collect();
                     for output in 0..outputs {
-                        let (mut sum, mut size) = (0.0, 0.0);
+                        let (mut sum, mut size, mut rounding) = (0.0, 0.0, 0.0);
                         let w = &part.weight.values[output * self.inputs..][..self.inputs];
                         for (&w, &x) in w.iter().zip(x) {
                             let term = round(self.weight_dtype, w) * round(input_dtype, x);
@@ -204,6 +209,7 @@ impl Case {
                                 let b = round(self.adapter_dtype, site.b[output * site.rank + rank]);
                                 sum += b * value;
                                 size += (b * magnitude).abs();
+                                rounding += (b * value).abs() * half_unit;
                             }
                         }
                         if let Some(bias) = &part.bias {
@@ -215,7 +221,7 @@ impl Case {
                             sum += before;
                             size += before.abs();
                         }
-                        results.push((sum, size));
+                        results.push((sum, size, rounding));
                     }
                 }
                 results
@@ -231,10 +237,10 @@ impl Case {
         let additions = 2 * self.inputs + longest * rank + 16;
         let relative = additions as f64 * f64::powi(2.0, -24);
         for (part, (got, wanted)) in results.iter().zip(self.reference(backend.level())).enumerate() {
-            for (index, (&got, (wanted, size))) in got.iter().zip(wanted).enumerate() {
+            for (index, (&got, (wanted, size, rounding))) in got.iter().zip(wanted).enumerate() {
                 let error = (f64::from(got) - wanted).abs();
                 assert!(
-                    error <= relative * size + 1e-30,
+                    error <= relative * size + rounding + 1e-30,
                     "{} {:?}, {} rows x {} inputs, part {part}, row {}: {got} is {error:e} from {wanted}",
                     backend.level(),
                     self.weight_dtype,

@@ -20,7 +20,7 @@ pub(super) const fn number_format(dtype: StorageType) -> NumberFormat {
 /// How a backend packs base weights.
 pub(super) fn packing(backend: &CpuBackend, number: NumberFormat) -> WeightPacking {
     match (backend.level(), number) {
-        (SimdLevel::Avx512Bf16, NumberFormat::Bf16) => WeightPacking::Panels32Pairs,
+        (SimdLevel::Avx512Bf16 | SimdLevel::Amx, NumberFormat::Bf16) => WeightPacking::Panels32Pairs,
         _ => WeightPacking::Panels16,
     }
 }

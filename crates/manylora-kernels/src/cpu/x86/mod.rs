@@ -1,6 +1,7 @@
 //! x86-64 kernels. Every function here is `unsafe` to call unless the processor was asked first: the level dispatch
 //! does.
 
+pub(super) mod amx;
 pub(super) mod avx2_expand;
 pub(super) mod avx2_gemm;
 pub(super) mod avx2_panel;
@@ -12,4 +13,4 @@ pub(super) mod peak;
 pub(super) mod vector;
 mod widen;
 
-pub(super) use detect::{has_avx2, has_avx512_bf16};
+pub(super) use detect::{has_amx_bf16, has_avx2, has_avx512_bf16};

@@ -1,0 +1,528 @@
+//! Tile products: AMX with BF16, sixteen rows by sixteen outputs by 32 inputs an instruction.
+//!
+//! `tdpbf16ps` adds to each f32 of an accumulator tile the products of a row's pairs of bf16 with an output's, pair by
+//! pair in order; denormals count as zero. What a (row, output) comes to does not depend on the other rows and outputs of
+//! its tile, nor on how many there are.
+//!
+//! The shape of the tiles is state of the thread ([`Tiles`]). Every kernel here is one block of assembly that fills its
+//! accumulators, runs and stores them, so that nothing has to live in tile registers in between.
+#![expect(unsafe_code, reason = "tile instructions have no stable intrinsics")]
+
+use std::arch::asm;
+
+/// Rows of a tile, and its f32 or pairs of bf16 per row.
+pub(in crate::cpu) const TILE_ROWS: usize = 16;
+pub(in crate::cpu) const TILE_COLUMNS: usize = 16;
+/// Pairs of inputs that one instruction consumes.
+pub(in crate::cpu) const TILE_PAIRS: usize = 16;
+/// Bytes from one row of a tile to the next, where it lies in one piece, and of the whole.
+pub(in crate::cpu) const TILE_LINE: usize = 64;
+pub(in crate::cpu) const TILE_BYTES: usize = TILE_ROWS * TILE_LINE;
+/// How far ahead of its use a stream of weights is prefetched.
+const AHEAD: usize = 4096;
+
+/// The shapes of all tile registers, as far as kernels choose them.
+///
+/// Accumulators 0 and 1 have `first` rows, 2 and 3 `second` rows, all of `columns` f32. 4 and 5 are inputs, `first` and
+/// `second` rows of `pairs` pairs. 6 and 7 are weights: `pairs` rows of `columns` pairs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::cpu) struct TileShape {
+    pub(in crate::cpu) first: usize,
+    pub(in crate::cpu) second: usize,
+    pub(in crate::cpu) columns: usize,
+    pub(in crate::cpu) pairs: usize,
+}
+
+/// What `ldtilecfg` reads.
+#[repr(C, align(64))]
+struct Configuration {
+    palette: u8,
+    start_row: u8,
+    reserved: [u8; 14],
+    row_bytes: [u16; 16],
+    rows: [u8; 16],
+}
+
+/// The tile registers of this thread; given back when it is dropped, so that a switch to another thread need not save
+/// them.
+pub(in crate::cpu) struct Tiles {
+    shape: Option<TileShape>,
+    /// Belongs to the thread that made it.
+    thread: std::marker::PhantomData<*const ()>,
+}
+
+impl Tiles {
+    /// # Safety
+    /// The processor has AMX with BF16, and the system lets this process use it.
+    pub(in crate::cpu) const unsafe fn new() -> Self {
+        Self { shape: None, thread: std::marker::PhantomData }
+    }
+
+    /// Gives the registers this shape. What was in them is lost when it changes.
+    #[inline]
+    pub(in crate::cpu) fn shape(&mut self, shape: TileShape) {
+        if self.shape != Some(shape) {
+            self.load(shape);
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn load(&mut self, shape: TileShape) {
+        let TileShape { first, second, columns, pairs } = shape;
+        assert!(
+            (1..=TILE_ROWS).contains(&first)
+                && (1..=TILE_ROWS).contains(&second)
+                && (1..=TILE_COLUMNS).contains(&columns)
+                && (1..=TILE_PAIRS).contains(&pairs),
+            "no tiles of {shape:?}"
+        );
+        let mut configuration =
+            Configuration { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
+        let registers = [
+            (first, columns),
+            (first, columns),
+            (second, columns),
+            (second, columns),
+            (first, pairs),
+            (second, pairs),
+            (pairs, columns),
+            (pairs, columns),
+        ];
+        for (register, (rows, words)) in registers.into_iter().enumerate() {
+            configuration.rows[register] = rows as u8;
+            configuration.row_bytes[register] = 4 * words as u16;
+        }
+        // SAFETY: the configuration is one that the processor takes (palette 1, 16 rows of 64 bytes at most).
+        unsafe {
+            asm!("ldtilecfg [{}]", in(reg) &raw const configuration, options(nostack, readonly, preserves_flags));
+        }
+        self.shape = Some(shape);
+    }
+}
+
+impl Drop for Tiles {
+    fn drop(&mut self) {
+        if self.shape.is_some() {
+            // SAFETY: tiles were configured, so the instruction is there.
+            unsafe { asm!("tilerelease", options(nostack, nomem, preserves_flags)) };
+        }
+    }
+}
+
+/// `sums += inputs x weights` over `tiles` steps of 32 inputs, for one or two groups of rows or panels of outputs.
+pub(in crate::cpu) struct Product {
+    /// Two groups of up to 16 rows: tiles of 16 lines of 64 bytes, one behind the other.
+    pub(in crate::cpu) inputs: [*const u8; 2],
+    /// Two panels of 32 outputs, 128 bytes per pair of inputs.
+    pub(in crate::cpu) weights: [*const u8; 2],
+    /// Steps of 16 pairs (fewer, where the shape says so).
+    pub(in crate::cpu) tiles: usize,
+    /// The first row's sums, those of the second group or panel, and bytes from one row to the next.
+    pub(in crate::cpu) sums: [*mut f32; 2],
+    pub(in crate::cpu) stride: usize,
+    /// Start from zero instead of from what is there.
+    pub(in crate::cpu) fresh: bool,
+    /// What to prefetch meanwhile, for each panel.
+    pub(in crate::cpu) prefetch: [*const u8; 2],
+}
+
+impl Product {
+    /// Where weights that are read once, in their order, are prefetched.
+    pub(in crate::cpu) const fn ahead(weights: *const u8) -> *const u8 {
+        weights.wrapping_add(AHEAD)
+    }
+}
+
+/// Lines to prefetch, as assembly.
+macro_rules! prefetch {
+    ($at:literal, 32) => { prefetch!(@ $at 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31) };
+    ($at:literal, 8) => { prefetch!(@ $at 0 1 2 3 4 5 6 7) };
+    ($at:literal, 2) => { prefetch!(@ $at 0 1) };
+    (@ $at:literal $($line:literal)*) => { concat!($("prefetcht0 [", $at, " + 64*", $line, "]\n"),*) };
+}
+
+/// Two groups of rows by one panel of 32 outputs; each step prefetches `$lines` lines.
+macro_rules! two_groups {
+    ($name:ident, $lines:tt) => {
+        /// # Safety
+        /// The thread's tiles have the shape of the job, and its pointers are valid for what it says.
+        pub(in crate::cpu) unsafe fn $name(job: &Product) {
+            if job.tiles == 0 {
+                return;
+            }
+            // SAFETY: passed on. Prefetches may point anywhere.
+            unsafe {
+                asm!(
+                    "test {fresh:e}, {fresh:e}",
+                    "jz 2f",
+                    "tilezero tmm0",
+                    "tilezero tmm1",
+                    "tilezero tmm2",
+                    "tilezero tmm3",
+                    "jmp 3f",
+                    "2:",
+                    "tileloadd tmm0, [{sums} + {stride}*1]",
+                    "tileloadd tmm1, [{sums} + {stride}*1 + 64]",
+                    "tileloadd tmm2, [{second_sums} + {stride}*1]",
+                    "tileloadd tmm3, [{second_sums} + {stride}*1 + 64]",
+                    "3:",
+                    "tileloadd tmm6, [{weights} + {pair}*1]",
+                    "tileloadd tmm4, [{inputs} + {line}*1]",
+                    "tdpbf16ps tmm0, tmm4, tmm6",
+                    "tileloadd tmm7, [{weights} + {pair}*1 + 64]",
+                    "tdpbf16ps tmm1, tmm4, tmm7",
+                    "tileloadd tmm5, [{second} + {line}*1]",
+                    "tdpbf16ps tmm2, tmm5, tmm6",
+                    "tdpbf16ps tmm3, tmm5, tmm7",
+                    prefetch!("{ahead}", $lines),
+                    "add {ahead}, 64*{lines}",
+                    "add {inputs}, 1024",
+                    "add {second}, 1024",
+                    "add {weights}, 2048",
+                    "dec {tiles}",
+                    "jnz 3b",
+                    "tilestored [{sums} + {stride}*1], tmm0",
+                    "tilestored [{sums} + {stride}*1 + 64], tmm1",
+                    "tilestored [{second_sums} + {stride}*1], tmm2",
+                    "tilestored [{second_sums} + {stride}*1 + 64], tmm3",
+                    fresh = in(reg) u32::from(job.fresh),
+                    sums = in(reg) job.sums[0],
+                    second_sums = in(reg) job.sums[1],
+                    stride = in(reg) job.stride,
+                    inputs = inout(reg) job.inputs[0] => _,
+                    second = inout(reg) job.inputs[1] => _,
+                    weights = inout(reg) job.weights[0] => _,
+                    ahead = inout(reg) job.prefetch[0] => _,
+                    tiles = inout(reg) job.tiles => _,
+                    line = in(reg) TILE_LINE,
+                    pair = in(reg) 2 * TILE_LINE,
+                    lines = const $lines,
+                    out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                    out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                    options(nostack),
+                );
+            }
+        }
+    };
+}
+
+two_groups!(two_groups_fetching_2, 2);
+two_groups!(two_groups_fetching_8, 8);
+two_groups!(two_groups_fetching_32, 32);
+
+/// One group of rows by two panels of 32 outputs side by side; each step prefetches as much as it reads.
+///
+/// # Safety
+/// As for [`two_groups_fetching_2`].
+pub(in crate::cpu) unsafe fn two_panels(job: &Product) {
+    if job.tiles == 0 {
+        return;
+    }
+    // SAFETY: passed on. Prefetches may point anywhere.
+    unsafe {
+        asm!(
+            "test {fresh:e}, {fresh:e}",
+            "jz 2f",
+            "tilezero tmm0",
+            "tilezero tmm1",
+            "tilezero tmm2",
+            "tilezero tmm3",
+            "jmp 3f",
+            "2:",
+            "tileloadd tmm0, [{sums} + {stride}*1]",
+            "tileloadd tmm1, [{sums} + {stride}*1 + 64]",
+            "tileloadd tmm2, [{second_sums} + {stride}*1]",
+            "tileloadd tmm3, [{second_sums} + {stride}*1 + 64]",
+            "3:",
+            "tileloadd tmm4, [{inputs} + {line}*1]",
+            "tileloadd tmm6, [{weights} + {pair}*1]",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tileloadd tmm7, [{weights} + {pair}*1 + 64]",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            prefetch!("{ahead}", 32),
+            "tileloadd tmm6, [{second} + {pair}*1]",
+            "tdpbf16ps tmm2, tmm4, tmm6",
+            "tileloadd tmm7, [{second} + {pair}*1 + 64]",
+            "tdpbf16ps tmm3, tmm4, tmm7",
+            prefetch!("{second_ahead}", 32),
+            "add {ahead}, 2048",
+            "add {second_ahead}, 2048",
+            "add {inputs}, 1024",
+            "add {weights}, 2048",
+            "add {second}, 2048",
+            "dec {tiles}",
+            "jnz 3b",
+            "tilestored [{sums} + {stride}*1], tmm0",
+            "tilestored [{sums} + {stride}*1 + 64], tmm1",
+            "tilestored [{second_sums} + {stride}*1], tmm2",
+            "tilestored [{second_sums} + {stride}*1 + 64], tmm3",
+            fresh = in(reg) u32::from(job.fresh),
+            sums = in(reg) job.sums[0],
+            second_sums = in(reg) job.sums[1],
+            stride = in(reg) job.stride,
+            inputs = inout(reg) job.inputs[0] => _,
+            weights = inout(reg) job.weights[0] => _,
+            second = inout(reg) job.weights[1] => _,
+            ahead = inout(reg) job.prefetch[0] => _,
+            second_ahead = inout(reg) job.prefetch[1] => _,
+            tiles = inout(reg) job.tiles => _,
+            line = in(reg) TILE_LINE,
+            pair = in(reg) 2 * TILE_LINE,
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+            options(nostack),
+        );
+    }
+}
+
+/// One group of rows by one panel of 32 outputs; each step prefetches as much as it reads.
+///
+/// # Safety
+/// As for [`two_groups_fetching_2`].
+pub(in crate::cpu) unsafe fn one_panel(job: &Product) {
+    if job.tiles == 0 {
+        return;
+    }
+    // SAFETY: passed on. Prefetches may point anywhere.
+    unsafe {
+        asm!(
+            "test {fresh:e}, {fresh:e}",
+            "jz 2f",
+            "tilezero tmm0",
+            "tilezero tmm1",
+            "jmp 3f",
+            "2:",
+            "tileloadd tmm0, [{sums} + {stride}*1]",
+            "tileloadd tmm1, [{sums} + {stride}*1 + 64]",
+            "3:",
+            "tileloadd tmm4, [{inputs} + {line}*1]",
+            "tileloadd tmm6, [{weights} + {pair}*1]",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tileloadd tmm7, [{weights} + {pair}*1 + 64]",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            prefetch!("{ahead}", 32),
+            "add {ahead}, 2048",
+            "add {inputs}, 1024",
+            "add {weights}, 2048",
+            "dec {tiles}",
+            "jnz 3b",
+            "tilestored [{sums} + {stride}*1], tmm0",
+            "tilestored [{sums} + {stride}*1 + 64], tmm1",
+            fresh = in(reg) u32::from(job.fresh),
+            sums = in(reg) job.sums[0],
+            stride = in(reg) job.stride,
+            inputs = inout(reg) job.inputs[0] => _,
+            weights = inout(reg) job.weights[0] => _,
+            ahead = inout(reg) job.prefetch[0] => _,
+            tiles = inout(reg) job.tiles => _,
+            line = in(reg) TILE_LINE,
+            pair = in(reg) 2 * TILE_LINE,
+            out("tmm0") _, out("tmm1") _, out("tmm4") _, out("tmm6") _, out("tmm7") _,
+            options(nostack),
+        );
+    }
+}
+
+/// Rows of one group by up to 16 ranks of A: `tiles` steps, every fourth one in the same of four accumulators.
+pub(in crate::cpu) struct Shrink {
+    /// The first row's line of the group's first tile.
+    pub(in crate::cpu) inputs: *const u8,
+    /// `[pairs][ranks][2]`, and bytes of a pair of inputs.
+    pub(in crate::cpu) a: *const u8,
+    pub(in crate::cpu) pair_bytes: usize,
+    /// Steps of 16 pairs (fewer, where the shape says so).
+    pub(in crate::cpu) tiles: usize,
+    /// Four tiles of 1 KiB.
+    pub(in crate::cpu) sums: *mut f32,
+}
+
+/// Fills the four tiles of sums: those that got no step with zeros.
+///
+/// # Safety
+/// As for [`two_groups_fetching_2`].
+pub(in crate::cpu) unsafe fn shrink(job: &Shrink) {
+    // SAFETY: passed on. Prefetches may point anywhere.
+    unsafe {
+        asm!(
+            "tilezero tmm0",
+            "tilezero tmm1",
+            "tilezero tmm2",
+            "tilezero tmm3",
+            "sub {tiles}, 4",
+            "jl 4f",
+            "3:",
+            "tileloadd tmm4, [{inputs} + {line}*1]",
+            "tileloadd tmm6, [{a} + {pair}*1]",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "add {a}, {step}",
+            "tileloadd tmm4, [{inputs} + {line}*1 + 1024]",
+            "tileloadd tmm7, [{a} + {pair}*1]",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            "add {a}, {step}",
+            "tileloadd tmm4, [{inputs} + {line}*1 + 2048]",
+            "tileloadd tmm6, [{a} + {pair}*1]",
+            "tdpbf16ps tmm2, tmm4, tmm6",
+            "add {a}, {step}",
+            "tileloadd tmm4, [{inputs} + {line}*1 + 3072]",
+            "tileloadd tmm7, [{a} + {pair}*1]",
+            "tdpbf16ps tmm3, tmm4, tmm7",
+            "add {a}, {step}",
+            "add {inputs}, 4096",
+            "sub {tiles}, 4",
+            "jge 3b",
+            "4:",
+            "add {tiles}, 4",
+            "jz 5f",
+            "tileloadd tmm4, [{inputs} + {line}*1]",
+            "tileloadd tmm6, [{a} + {pair}*1]",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "add {a}, {step}",
+            "dec {tiles}",
+            "jz 5f",
+            "tileloadd tmm4, [{inputs} + {line}*1 + 1024]",
+            "tileloadd tmm6, [{a} + {pair}*1]",
+            "tdpbf16ps tmm1, tmm4, tmm6",
+            "add {a}, {step}",
+            "dec {tiles}",
+            "jz 5f",
+            "tileloadd tmm4, [{inputs} + {line}*1 + 2048]",
+            "tileloadd tmm6, [{a} + {pair}*1]",
+            "tdpbf16ps tmm2, tmm4, tmm6",
+            "5:",
+            "tilestored [{sums} + {line}*1], tmm0",
+            "tilestored [{sums} + {line}*1 + 1024], tmm1",
+            "tilestored [{sums} + {line}*1 + 2048], tmm2",
+            "tilestored [{sums} + {line}*1 + 3072], tmm3",
+            inputs = inout(reg) job.inputs => _,
+            a = inout(reg) job.a => _,
+            pair = in(reg) job.pair_bytes,
+            step = in(reg) TILE_PAIRS * job.pair_bytes,
+            tiles = inout(reg) job.tiles.cast_signed() => _,
+            sums = in(reg) job.sums,
+            line = in(reg) TILE_LINE,
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+            out("tmm4") _, out("tmm6") _, out("tmm7") _,
+            options(nostack),
+        );
+    }
+}
+
+/// `sums += shrunk x B` for rows that follow each other, one or two panels of 16 outputs.
+pub(in crate::cpu) struct Expand {
+    /// The first row's pairs of ranks, and bytes from one row to the next.
+    pub(in crate::cpu) shrunk: *const u8,
+    pub(in crate::cpu) shrunk_stride: usize,
+    /// `[pairs][16][2]` of each panel.
+    pub(in crate::cpu) b: [*const u8; 2],
+    /// Steps of 16 pairs (fewer, where the shape says so).
+    pub(in crate::cpu) tiles: usize,
+    /// The first row's sums; those of the second panel lie 16 values behind them.
+    pub(in crate::cpu) sums: *mut f32,
+    pub(in crate::cpu) stride: usize,
+}
+
+/// Two panels.
+///
+/// # Safety
+/// As for [`two_groups_fetching_2`].
+pub(in crate::cpu) unsafe fn expand_two(job: &Expand) {
+    if job.tiles == 0 {
+        return;
+    }
+    // SAFETY: passed on.
+    unsafe {
+        asm!(
+            "tileloadd tmm0, [{sums} + {stride}*1]",
+            "tileloadd tmm1, [{sums} + {stride}*1 + 64]",
+            "3:",
+            "tileloadd tmm4, [{shrunk} + {shrunk_stride}*1]",
+            "tileloadd tmm6, [{b} + {line}*1]",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tileloadd tmm7, [{second} + {line}*1]",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            "add {shrunk}, 64",
+            "add {b}, 1024",
+            "add {second}, 1024",
+            "dec {tiles}",
+            "jnz 3b",
+            "tilestored [{sums} + {stride}*1], tmm0",
+            "tilestored [{sums} + {stride}*1 + 64], tmm1",
+            shrunk = inout(reg) job.shrunk => _,
+            shrunk_stride = in(reg) job.shrunk_stride,
+            b = inout(reg) job.b[0] => _,
+            second = inout(reg) job.b[1] => _,
+            tiles = inout(reg) job.tiles => _,
+            sums = in(reg) job.sums,
+            stride = in(reg) job.stride,
+            line = in(reg) TILE_LINE,
+            out("tmm0") _, out("tmm1") _, out("tmm4") _, out("tmm6") _, out("tmm7") _,
+            options(nostack),
+        );
+    }
+}
+
+/// The first panel only.
+///
+/// # Safety
+/// As for [`two_groups_fetching_2`].
+pub(in crate::cpu) unsafe fn expand_one(job: &Expand) {
+    if job.tiles == 0 {
+        return;
+    }
+    // SAFETY: passed on.
+    unsafe {
+        asm!(
+            "tileloadd tmm0, [{sums} + {stride}*1]",
+            "3:",
+            "tileloadd tmm4, [{shrunk} + {shrunk_stride}*1]",
+            "tileloadd tmm6, [{b} + {line}*1]",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "add {shrunk}, 64",
+            "add {b}, 1024",
+            "dec {tiles}",
+            "jnz 3b",
+            "tilestored [{sums} + {stride}*1], tmm0",
+            shrunk = inout(reg) job.shrunk => _,
+            shrunk_stride = in(reg) job.shrunk_stride,
+            b = inout(reg) job.b[0] => _,
+            tiles = inout(reg) job.tiles => _,
+            sums = in(reg) job.sums,
+            stride = in(reg) job.stride,
+            line = in(reg) TILE_LINE,
+            out("tmm0") _, out("tmm4") _, out("tmm6") _,
+            options(nostack),
+        );
+    }
+}
+
+/// Products in registers only, in four chains; returns the number of operations.
+///
+/// # Safety
+/// The processor has AMX with BF16, and the system lets this process use it.
+pub(in crate::cpu) unsafe fn tile_products(rounds: usize) -> u64 {
+    // SAFETY: passed on.
+    let mut registers = unsafe { Tiles::new() };
+    registers.shape(TileShape { first: TILE_ROWS, second: TILE_ROWS, columns: TILE_COLUMNS, pairs: TILE_PAIRS });
+    // SAFETY: registers only; there is one round at least.
+    unsafe {
+        asm!(
+            "tilezero tmm4",
+            "tilezero tmm5",
+            "tilezero tmm6",
+            "tilezero tmm7",
+            "3:",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            "tdpbf16ps tmm2, tmm5, tmm6",
+            "tdpbf16ps tmm3, tmm5, tmm7",
+            "dec {rounds}",
+            "jnz 3b",
+            rounds = inout(reg) rounds.max(1) => _,
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+            options(nostack),
+        );
+    }
+    (rounds.max(1) * 4 * TILE_ROWS * TILE_COLUMNS * TILE_PAIRS * 2 * 2) as u64
+}
