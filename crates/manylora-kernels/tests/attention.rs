@@ -274,6 +274,37 @@ fn bits_do_not_depend_on_chunks_blocks_neighbours_or_threads() {
     }
 }
 
+/// Contexts of several chunks of positions, where running maxima rise from chunk to chunk and windows begin within one.
+#[test]
+fn long_contexts_have_the_bits_of_single_rows() {
+    let mut numbers = Numbers(12);
+    for (heads, kv_heads, head_dim, window) in [(7, 1, 64, None), (4, 2, 80, Some(300)), (2, 1, 128, Some(9))] {
+        let shape = shape(heads, kv_heads, head_dim, window);
+        let mut sequences = [530, 256].map(|length| Sequence::new(&mut numbers, &shape, length));
+        for sequence in &mut sequences {
+            let width = kv_heads * head_dim;
+            for (position, k) in sequence.k.chunks_exact_mut(width).enumerate() {
+                k.iter_mut().for_each(|value| *value *= 1.0 + position as f32 / 200.0);
+            }
+        }
+        for level in SimdLevel::available() {
+            let run = |sequences: &[Sequence], chunk, block_size, threads| {
+                let schedule = Schedule { chunk, block_size, shuffle: 4, dtype: StorageType::Bf16 };
+                run(&backend(level, threads), &shape, sequences, schedule)
+            };
+            let together = run(&sequences, 190, 16, 2);
+            for (index, sequence) in sequences.iter().enumerate() {
+                let expected = reference(&shape, sequence, StorageType::Bf16);
+                assert_close(&format!("{level} {shape:?} sequence {index}"), &together[index], &expected);
+                for (chunk, block_size) in [(4, 16), (530, 24), (37, 32)] {
+                    let alone = run(std::slice::from_ref(sequence), chunk, block_size, 1).remove(0);
+                    assert!(same_bits(&alone, &together[index]), "{level} {shape:?} {chunk} {block_size} {index}");
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn a_row_does_not_see_later_positions_even_if_they_are_not_numbers() {
     let shape = shape(4, 2, 64, None);
@@ -289,6 +320,26 @@ fn a_row_does_not_see_later_positions_even_if_they_are_not_numbers() {
         let seen = 40 * shape.heads * shape.head_dim;
         assert!(same_bits(&result[..seen], &expected[..seen]), "{level}");
         assert!(result[seen..].iter().all(|value| value.is_nan()), "{level}: a broken row must not look whole");
+    }
+}
+
+/// What lies before a window is as invisible as what comes later, whether a row is alone or among others.
+#[test]
+fn a_row_does_not_see_what_left_its_window() {
+    let shape = shape(4, 2, 64, Some(20));
+    let clean = Sequence::new(&mut Numbers(14), &shape, 60);
+    let width = shape.kv_heads * shape.head_dim;
+    let mut spoilt = clean.clone();
+    spoilt.k[10 * width..12 * width].fill(f32::NAN);
+    spoilt.v[10 * width..12 * width].fill(f32::INFINITY);
+    for (level, chunk) in SimdLevel::available().into_iter().flat_map(|level| [(level, 60), (level, 1), (level, 7)]) {
+        let schedule = Schedule { chunk, block_size: 16, shuffle: 0, dtype: StorageType::Bf16 };
+        let expected = run(&backend(level, 2), &shape, std::slice::from_ref(&clean), schedule).remove(0);
+        let result = run(&backend(level, 2), &shape, std::slice::from_ref(&spoilt), schedule).remove(0);
+        let row = shape.heads * shape.head_dim;
+        assert!(same_bits(&result[..10 * row], &expected[..10 * row]), "{level} {chunk}");
+        assert!(result[10 * row..31 * row].iter().all(|value| value.is_nan()), "{level} {chunk}");
+        assert!(same_bits(&result[31 * row..], &expected[31 * row..]), "{level} {chunk}");
     }
 }
 
@@ -372,7 +423,7 @@ fn block_bytes_are_what_the_cache_occupies() {
     for dtype in DTYPES {
         let shape = KvShape { layers: 5, kv_heads: 3, head_dim: 12, block_size: 16, blocks: 7, dtype };
         assert_eq!(kv_block_bytes(&shape), 2 * 5 * 3 * 12 * 16 * dtype.bytes());
-        assert_eq!(KvCache::new(shape, 2).unwrap().bytes(), 7 * kv_block_bytes(&shape));
+        assert_eq!(KvCache::new(SimdLevel::detect(), shape, 2).unwrap().bytes(), 7 * kv_block_bytes(&shape));
     }
 }
 
@@ -386,7 +437,7 @@ fn an_impossible_cache_is_an_error_with_its_size() {
         blocks: 1 << 40,
         dtype: StorageType::Bf16,
     };
-    let message = KvCache::new(shape, 1).unwrap_err().to_string();
+    let message = KvCache::new(SimdLevel::detect(), shape, 1).unwrap_err().to_string();
     assert!(message.contains("KV cache"), "{message}");
 }
 

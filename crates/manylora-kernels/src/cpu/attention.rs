@@ -20,7 +20,9 @@ use half::bf16;
 use super::CpuBackend;
 use super::exp::exp;
 use super::kv_cache::{AttentionScratch, KvCache};
+use super::level::SimdLevel;
 use super::memory::Buffer;
+use super::tiles::{self, Registers};
 use super::vector::{self, Element, LANES, Vector8, VectorKernel};
 use crate::backend::{AttentionShape, StorageType};
 use crate::batch::{SequenceRows, StepBatch};
@@ -35,12 +37,18 @@ const TASK: usize = 4 * CHUNK;
 const SCORES: usize = 1 << 16;
 
 /// f32 values that one thread needs for contexts of up to `positions`.
-pub(super) fn scratch_len(head_dim: usize, positions: usize) -> usize {
+pub(super) fn scratch_len(level: SimdLevel, dtype: StorageType, head_dim: usize, positions: usize) -> usize {
+    if tiles::tiled(level, dtype) {
+        return tiles::attention_values(head_dim);
+    }
     TASK * (positions.next_multiple_of(TILE) + TILE) + TASK * head_dim + TILE * head_dim
 }
 
 /// Query vectors per task for a sequence whose last row sees `context` positions.
-fn task_vectors(context: usize) -> usize {
+fn task_vectors(tiled: bool, context: usize) -> usize {
+    if tiled {
+        return tiles::VECTORS;
+    }
     (SCORES / context.max(1) / CHUNK).clamp(1, TASK / CHUNK) * CHUNK
 }
 
@@ -59,17 +67,20 @@ pub(super) fn attention(
     let mut scratch = cache.scratch();
     let AttentionScratch { first_task, values, per_thread, threads } = &mut *scratch;
     first_task.clear();
+    let level = backend.level;
+    let tiled = tiles::tiled(level, cache.shape().dtype);
     let mut tasks = 0;
     for sequence in &batch.sequences {
         first_task.push(tasks);
         let context = (sequence.first_position + sequence.rows) as usize;
         let vectors = sequence.rows as usize * (shape.heads / shape.kv_heads);
-        tasks += vectors.div_ceil(task_vectors(context)) * shape.kv_heads;
+        tasks += vectors.div_ceil(task_vectors(tiled, context)) * shape.kv_heads;
     }
     let next = AtomicUsize::new(0);
     let call = Call {
         batch,
         shape,
+        tiled,
         first_task,
         tasks,
         next: &next,
@@ -83,12 +94,12 @@ pub(super) fn attention(
         per_thread: *per_thread,
     };
     let call = &call;
-    let level = backend.level;
     let dtype = cache.shape().dtype;
     let allowed = *threads;
     let work = |part: usize, parts: usize| {
         assert!(parts <= allowed, "the cache was made for fewer threads");
         match dtype {
+            StorageType::Bf16 if tiled => run_tiled(level, call, part),
             StorageType::Bf16 => vector::run(level, Worker::<bf16> { call, part, element: std::marker::PhantomData }),
             StorageType::F32 => vector::run(level, Worker::<f32> { call, part, element: std::marker::PhantomData }),
             StorageType::F16 => unreachable!("refused where it is asked for"),
@@ -126,6 +137,8 @@ fn check(batch: &StepBatch, layer: usize, shape: &AttentionShape, q: &Buffer, ca
 struct Call<'a> {
     batch: &'a StepBatch,
     shape: &'a AttentionShape,
+    /// By tile products.
+    tiled: bool,
     first_task: &'a [usize],
     tasks: usize,
     next: &'a AtomicUsize,
@@ -168,6 +181,42 @@ impl<E: Element> VectorKernel for Worker<'_, E> {
     }
 }
 
+/// As [`Worker`] by tile products.
+fn run_tiled(level: SimdLevel, call: &Call<'_>, part: usize) {
+    let mut registers = Registers::of(level);
+    let group = call.shape.heads / call.shape.kv_heads;
+    // A layer is K then V, each [kv_head][head]; the strides are in elements.
+    let head_len = call.block_size * call.shape.head_dim;
+    loop {
+        let index = call.next.fetch_add(1, Ordering::Relaxed);
+        if index >= call.tasks {
+            return;
+        }
+        let task = Task::new(call, index);
+        let vectors: Vectors<{ tiles::VECTORS }> = Vectors::new(call, &task, group);
+        let table = task.sequence.table_first as usize;
+        let keys = call.layer.cast::<u16>().wrapping_add(task.kv_head * head_len);
+        let attention = tiles::Attention {
+            low: &vectors.low[..task.count],
+            high: &vectors.high[..task.count],
+            offset: &vectors.offset[..task.count],
+            q: call.q,
+            out: call.out,
+            scale: call.shape.scale,
+            keys,
+            values: keys.wrapping_add(call.shape.kv_heads * head_len),
+            block_stride: call.block_stride / size_of::<u16>(),
+            block_size: call.block_size,
+            head_dim: call.shape.head_dim,
+            table: &call.batch.block_tables[table..table + task.sequence.table_len as usize],
+            scratch: call.scratch.wrapping_add(part * call.per_thread),
+        };
+        // SAFETY: `check` saw that rows, blocks and positions are inside their buffers; no two tasks share a query vector, and
+        // the scratch is this thread's.
+        unsafe { attention.run(&mut registers) };
+    }
+}
+
 /// A run of query vectors of one sequence and one key/value head.
 struct Task<'a> {
     sequence: &'a SequenceRows,
@@ -181,7 +230,7 @@ impl<'a> Task<'a> {
         let which = call.first_task.partition_point(|&first| first <= index) - 1;
         let sequence = &call.batch.sequences[which];
         let local = index - call.first_task[which];
-        let size = task_vectors((sequence.first_position + sequence.rows) as usize);
+        let size = task_vectors(call.tiled, (sequence.first_position + sequence.rows) as usize);
         let vectors = sequence.rows as usize * (call.shape.heads / call.shape.kv_heads);
         // Later rows see more and go first, so that no thread is left with a long task at the end.
         let run = vectors.div_ceil(size) - 1 - local / call.shape.kv_heads;
@@ -191,17 +240,17 @@ impl<'a> Task<'a> {
 }
 
 /// The positions `low..high` that each query vector of a task sees, and where its values are in q and out.
-struct Vectors {
-    low: [usize; TASK],
-    high: [usize; TASK],
-    offset: [usize; TASK],
+struct Vectors<const MOST: usize> {
+    low: [usize; MOST],
+    high: [usize; MOST],
+    offset: [usize; MOST],
 }
 
-impl Vectors {
+impl<const MOST: usize> Vectors<MOST> {
+    /// `group` query heads share a key/value head.
     #[inline(always)]
-    fn new(call: &Call<'_>, task: &Task<'_>) -> Self {
-        let mut vectors = Self { low: [0; TASK], high: [0; TASK], offset: [0; TASK] };
-        let group = call.shape.heads / call.shape.kv_heads;
+    fn new(call: &Call<'_>, task: &Task<'_>, group: usize) -> Self {
+        let mut vectors = Self { low: [0; MOST], high: [0; MOST], offset: [0; MOST] };
         for index in 0..task.count {
             let row = (task.first + index) / group;
             let head = task.kv_head * group + (task.first + index) % group;
@@ -273,7 +322,7 @@ unsafe fn run_task<V: Vector8, E: Element>(vector: V, call: &Call<'_>, task: &Ta
         block_size: call.block_size,
         head_dim,
     };
-    let vectors = Vectors::new(call, task);
+    let vectors: Vectors<TASK> = Vectors::new(call, task, call.shape.heads / call.shape.kv_heads);
     let low = vectors.low[0];
     let high = vectors.high[task.count - 1];
     let origin = low / TILE * TILE;
@@ -481,7 +530,7 @@ struct Weights {
 unsafe fn accumulate<V: Vector8, E: Element>(
     vector: V,
     pages: &Pages<'_, E>,
-    vectors: &Vectors,
+    vectors: &Vectors<TASK>,
     which: Range<usize>,
     positions: Range<usize>,
     weights: Weights,

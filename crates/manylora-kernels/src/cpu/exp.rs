@@ -6,14 +6,14 @@ use super::vector::Vector8;
 /// 1.5 x 2^23: adding it rounds to the nearest integer and leaves that integer in the low bits.
 const ROUNDING: f32 = 12_582_912.0;
 /// ln 2 = `LN2_HIGH` + `LN2_LOW`; the high part has nine bits, so its product with any exponent is exact.
-const LN2_HIGH: f32 = 355.0 / 512.0;
-const LN2_LOW: f32 = -2.121_944_4e-4;
+pub(super) const LN2_HIGH: f32 = 355.0 / 512.0;
+pub(super) const LN2_LOW: f32 = -2.121_944_4e-4;
 /// Below this the result (under 2^-125) is flushed to 0.
-const SMALLEST: f32 = -86.6;
+pub(super) const SMALLEST: f32 = -86.6;
 /// Above 88.72 the result is infinite; the argument need not be larger for that.
-const LARGEST: f32 = 89.0;
+pub(super) const LARGEST: f32 = 89.0;
 /// (e^r - 1 - r) / r^2 on |r| <= ln(2) / 2 as a polynomial in r, interpolated at Chebyshev nodes: error 1.1e-8.
-const COEFFICIENTS: [f32; 5] = [0.5, 0.166_665_76, 0.041_666_552, 0.008_363_233, 0.001_392_625];
+pub(super) const COEFFICIENTS: [f32; 5] = [0.5, 0.166_665_76, 0.041_666_552, 0.008_363_233, 0.001_392_625];
 
 /// `e^x` in each lane. NaN stays NaN; e^-inf = 0; e^inf = inf.
 #[inline(always)]

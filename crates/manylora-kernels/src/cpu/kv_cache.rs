@@ -8,6 +8,7 @@
 use std::cell::{RefCell, RefMut};
 
 use super::attention::scratch_len;
+use super::level::SimdLevel;
 use super::memory::AlignedVec;
 use crate::backend::{KvShape, StorageType};
 use crate::error::KernelError;
@@ -22,16 +23,16 @@ pub const fn kv_block_bytes(shape: &KvShape) -> usize {
     2 * shape.layers * shape.kv_heads * shape.head_dim * shape.block_size * shape.dtype.bytes()
 }
 
-/// Bytes that attention over a cache of this shape can come to use beside it, for contexts of up to `context`
+/// Bytes that attention at `level` over a cache of this shape can come to use beside it, for contexts of up to `context`
 /// positions on `threads` threads. Address space is reserved for a context that fills the cache.
-pub fn attention_scratch_bytes(shape: &KvShape, context: usize, threads: usize) -> usize {
-    let values = thread_values(shape.head_dim, context).saturating_mul(threads);
+pub fn attention_scratch_bytes(level: SimdLevel, shape: &KvShape, context: usize, threads: usize) -> usize {
+    let values = thread_values(level, shape, context).saturating_mul(threads);
     values.saturating_mul(size_of::<f32>()) + shape.blocks.min(MOST_SEQUENCES) * size_of::<usize>()
 }
 
 /// Values of one thread, on cache lines of its own.
-fn thread_values(head_dim: usize, positions: usize) -> usize {
-    scratch_len(head_dim, positions).next_multiple_of(LINE)
+fn thread_values(level: SimdLevel, shape: &KvShape, positions: usize) -> usize {
+    scratch_len(level, shape.dtype, shape.head_dim, positions).next_multiple_of(LINE)
 }
 
 /// What attention needs while it runs; its size depends on the cache and the number of threads only.
@@ -56,14 +57,14 @@ pub struct KvCache {
 }
 
 impl KvCache {
-    /// An empty cache for a pool of `threads` threads.
-    pub fn new(shape: KvShape, threads: usize) -> Result<Self, KernelError> {
+    /// An empty cache for attention at `level` on a pool of `threads` threads.
+    pub fn new(level: SimdLevel, shape: KvShape, threads: usize) -> Result<Self, KernelError> {
         let bytes = [shape.layers, shape.kv_heads, shape.head_dim, shape.block_size, shape.blocks, shape.dtype.bytes()]
             .into_iter()
             .try_fold(2_usize, usize::checked_mul)
             .unwrap_or(usize::MAX);
         let data = AlignedVec::zeroed("the KV cache", bytes)?;
-        let per_thread = thread_values(shape.head_dim, shape.blocks * shape.block_size);
+        let per_thread = thread_values(level, &shape, shape.blocks * shape.block_size);
         let values = AlignedVec::zeroed("the scratch of attention", per_thread.saturating_mul(threads))?;
         let first_task = Vec::with_capacity(shape.blocks.min(MOST_SEQUENCES));
         Ok(Self { shape, data, scratch: RefCell::new(AttentionScratch { first_task, values, per_thread, threads }) })

@@ -610,7 +610,8 @@ impl Call<'_> {
                     }
                 }
                 let first_output = panel * part.format.width();
-                for index in 0..rows {
+                // As many as the first-level cache keeps until they are written.
+                for index in 0..rows.min(MOST_ROWS) {
                     let out = part.out.wrapping_add((first_row + index) * part.out_width + first_output);
                     for column in (0..width).step_by(16) {
                         prefetch(out.wrapping_add(column).cast());
@@ -625,7 +626,11 @@ impl Call<'_> {
                 let last_output = (first_output + width).min(part.outputs);
                 // SAFETY: the tile has these rows; B has panels for all outputs of the part.
                 unsafe { Self::add_deltas(deltas, (first_output, last_output), width, bench) };
-                Self::finish(part, first_output, width, first_row, rows, tile);
+                if tiled {
+                    Self::finish_tiled(part, (first_output, last_output), width, (first_row, rows), tile);
+                } else {
+                    Self::finish(part, first_output, width, first_row, rows, tile);
+                }
                 panel += group;
             }
         }
@@ -785,6 +790,28 @@ impl Call<'_> {
                 }
             }
         }
+    }
+
+    /// As [`Self::finish`] on a level with tile registers.
+    fn finish_tiled(
+        part: &Part,
+        (first_output, last_output): (usize, usize),
+        width: usize,
+        (first_row, rows): (usize, usize),
+        tile: *mut f32,
+    ) {
+        let job = tiles::Finish {
+            sums: tile,
+            width,
+            rows,
+            count: last_output - first_output,
+            bias: if part.bias.is_null() { part.bias } else { part.bias.wrapping_add(first_output) },
+            out: part.out.wrapping_add(first_row * part.out_width + first_output),
+            out_width: part.out_width,
+            add: part.mode == LinearOutput::Add,
+        };
+        // SAFETY: these columns of the tile, the result and the bias, which no other thread has; the level is available.
+        unsafe { job.run() };
     }
 
     /// Bias, and the tile's rows into the result.

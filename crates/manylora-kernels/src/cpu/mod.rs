@@ -142,7 +142,7 @@ impl Backend for CpuBackend {
     }
 
     fn attention_bytes(&self, shape: &KvShape, context: usize) -> usize {
-        attention_scratch_bytes(shape, context, self.pool.threads())
+        attention_scratch_bytes(self.level, shape, context, self.pool.threads())
     }
 
     fn pack_weight(&self, what: &str, source: &dyn RowSource, dtype: StorageType) -> Result<PackedWeight, KernelError> {
@@ -167,7 +167,7 @@ impl Backend for CpuBackend {
 
     fn kv_cache(&self, shape: KvShape) -> Result<KvCache, KernelError> {
         computed(shape.dtype)?;
-        KvCache::new(shape, self.pool.threads())
+        KvCache::new(self.level, shape, self.pool.threads())
     }
 
     fn lend_core(&self) -> Option<Box<dyn Send + '_>> {

@@ -9,6 +9,11 @@ use crate::backend::StorageType;
 use crate::batch::RowAdapterPlan;
 
 pub(super) const TILE_ROWS: usize = 16;
+pub(super) const VECTORS: usize = 1;
+
+pub(super) const fn attention_values(_head_dim: usize) -> usize {
+    0
+}
 
 pub(super) const fn tiled(_level: SimdLevel, _dtype: StorageType) -> bool {
     false
@@ -138,5 +143,48 @@ pub(super) struct Panels<'a> {
 impl Panels<'_> {
     pub(super) unsafe fn run(&self, _registers: &mut Registers) {
         match *self.tiles {}
+    }
+}
+
+/// No results.
+pub(super) struct Finish {
+    pub(super) sums: *const f32,
+    pub(super) width: usize,
+    pub(super) rows: usize,
+    pub(super) count: usize,
+    pub(super) bias: *const f32,
+    pub(super) out: *mut f32,
+    pub(super) out_width: usize,
+    pub(super) add: bool,
+}
+
+#[expect(unsafe_code, reason = "the same signatures as where there are tiles")]
+impl Finish {
+    pub(super) unsafe fn run(&self) {
+        unreachable!("no level here has tiles");
+    }
+}
+
+/// No attention.
+pub(super) struct Attention<'a> {
+    pub(super) low: &'a [usize],
+    pub(super) high: &'a [usize],
+    pub(super) offset: &'a [usize],
+    pub(super) q: *const f32,
+    pub(super) out: *mut f32,
+    pub(super) scale: f32,
+    pub(super) keys: *const u16,
+    pub(super) values: *const u16,
+    pub(super) block_stride: usize,
+    pub(super) block_size: usize,
+    pub(super) head_dim: usize,
+    pub(super) table: &'a [u32],
+    pub(super) scratch: *mut f32,
+}
+
+#[expect(unsafe_code, reason = "the same signatures as where there are tiles")]
+impl Attention<'_> {
+    pub(super) unsafe fn run(&self, _registers: &mut Registers) {
+        unreachable!("no level here has tiles");
     }
 }

@@ -16,7 +16,7 @@ use super::rows::RowTiles;
 /// Bytes of a panel's step of 32 inputs.
 const STEP_BYTES: usize = 2 * TILE_BYTES;
 /// Steps of a stretch that many rows pass by: with the rows' own tiles, what the first-level cache holds.
-const STRETCH: usize = 14;
+const STRETCH: usize = 8;
 /// Steps between two looks at what else is to be fetched.
 const STRETCH_WITH_GAPS: usize = 8;
 

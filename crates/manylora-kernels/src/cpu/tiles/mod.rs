@@ -3,17 +3,22 @@
 //! A row's inputs are rounded to bf16 once per call, into tiles that all threads, panels and adapters read (`rows`). The
 //! base's panels go through the tile registers for up to some hundred rows at a time (`base`), the adapters' A and B lie as
 //! pairs, too (`factors`), and both shrink and expand are tile products (`shrink`, `expand`). Each (row, output) still is
-//! one chain of additions in a fixed order: a row's bits do not depend on the others.
+//! one chain of additions in a fixed order: a row's bits do not depend on the others. So it is with attention over a bf16 cache
+//! (`attention`), which is as exact as on the other levels.
 
+mod attention;
 mod base;
 mod expand;
 mod factors;
+mod finish;
 mod rows;
 mod shrink;
 
+pub(super) use attention::{Attention, VECTORS, attention_values};
 pub(super) use base::{Panels, gaps};
 pub(super) use expand::TileExpand;
 pub(super) use factors::pack_pairs;
+pub(super) use finish::Finish;
 pub(super) use rows::RowTiles;
 pub(super) use shrink::ShrinkCall;
 

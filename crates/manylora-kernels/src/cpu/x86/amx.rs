@@ -18,8 +18,9 @@ pub(in crate::cpu) const TILE_PAIRS: usize = 16;
 /// Bytes from one row of a tile to the next, where it lies in one piece, and of the whole.
 pub(in crate::cpu) const TILE_LINE: usize = 64;
 pub(in crate::cpu) const TILE_BYTES: usize = TILE_ROWS * TILE_LINE;
-/// How far ahead of its use a stream of weights is prefetched.
-const AHEAD: usize = 4096;
+/// How far ahead of its use a stream of weights is prefetched: between loads and products, so that the core's few buffers
+/// for lines under way never run empty.
+const AHEAD: usize = 3072;
 
 /// The shapes of all tile registers, as far as kernels choose them.
 ///
@@ -134,12 +135,24 @@ impl Product {
     }
 }
 
-/// Lines to prefetch, as assembly.
-macro_rules! prefetch {
-    ($at:literal, 32) => { prefetch!(@ $at 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31) };
-    ($at:literal, 8) => { prefetch!(@ $at 0 1 2 3 4 5 6 7) };
-    ($at:literal, 2) => { prefetch!(@ $at 0 1) };
-    (@ $at:literal $($line:literal)*) => { concat!($("prefetcht0 [", $at, " + 64*", $line, "]\n"),*) };
+/// A line to prefetch for each of these numbers, counted from a register, as assembly.
+macro_rules! lines {
+    ($at:literal, $($line:literal)*) => { concat!($("prefetcht0 [", $at, " + 64*", $line, "]\n"),*) };
+}
+
+/// What two groups prefetch at each of four places of a step: as much as the panel has, or a share of it.
+macro_rules! share {
+    ($at:literal, 0, 32) => { lines!($at, 0 1 2 3 4 5 6 7) };
+    ($at:literal, 1, 32) => { lines!($at, 8 9 10 11 12 13 14 15) };
+    ($at:literal, 2, 32) => { lines!($at, 16 17 18 19 20 21 22 23) };
+    ($at:literal, 3, 32) => { lines!($at, 24 25 26 27 28 29 30 31) };
+    ($at:literal, 0, 8) => { lines!($at, 0 1) };
+    ($at:literal, 1, 8) => { lines!($at, 2 3) };
+    ($at:literal, 2, 8) => { lines!($at, 4 5) };
+    ($at:literal, 3, 8) => { lines!($at, 6 7) };
+    ($at:literal, 0, 2) => { lines!($at, 0) };
+    ($at:literal, 2, 2) => { lines!($at, 1) };
+    ($at:literal, $place:tt, 2) => { "" };
 }
 
 /// Two groups of rows by one panel of 32 outputs; each step prefetches `$lines` lines.
@@ -168,14 +181,17 @@ macro_rules! two_groups {
                     "tileloadd tmm3, [{second_sums} + {stride}*1 + 64]",
                     "3:",
                     "tileloadd tmm6, [{weights} + {pair}*1]",
+                    share!("{ahead}", 0, $lines),
                     "tileloadd tmm4, [{inputs} + {line}*1]",
                     "tdpbf16ps tmm0, tmm4, tmm6",
+                    share!("{ahead}", 1, $lines),
                     "tileloadd tmm7, [{weights} + {pair}*1 + 64]",
                     "tdpbf16ps tmm1, tmm4, tmm7",
+                    share!("{ahead}", 2, $lines),
                     "tileloadd tmm5, [{second} + {line}*1]",
                     "tdpbf16ps tmm2, tmm5, tmm6",
+                    share!("{ahead}", 3, $lines),
                     "tdpbf16ps tmm3, tmm5, tmm7",
-                    prefetch!("{ahead}", $lines),
                     "add {ahead}, 64*{lines}",
                     "add {inputs}, 1024",
                     "add {second}, 1024",
@@ -237,15 +253,17 @@ pub(in crate::cpu) unsafe fn two_panels(job: &Product) {
             "3:",
             "tileloadd tmm4, [{inputs} + {line}*1]",
             "tileloadd tmm6, [{weights} + {pair}*1]",
+            lines!("{ahead}", 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15),
             "tdpbf16ps tmm0, tmm4, tmm6",
             "tileloadd tmm7, [{weights} + {pair}*1 + 64]",
+            lines!("{ahead}", 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31),
             "tdpbf16ps tmm1, tmm4, tmm7",
-            prefetch!("{ahead}", 32),
             "tileloadd tmm6, [{second} + {pair}*1]",
+            lines!("{second_ahead}", 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15),
             "tdpbf16ps tmm2, tmm4, tmm6",
             "tileloadd tmm7, [{second} + {pair}*1 + 64]",
+            lines!("{second_ahead}", 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31),
             "tdpbf16ps tmm3, tmm4, tmm7",
-            prefetch!("{second_ahead}", 32),
             "add {ahead}, 2048",
             "add {second_ahead}, 2048",
             "add {inputs}, 1024",
@@ -298,10 +316,11 @@ pub(in crate::cpu) unsafe fn one_panel(job: &Product) {
             "3:",
             "tileloadd tmm4, [{inputs} + {line}*1]",
             "tileloadd tmm6, [{weights} + {pair}*1]",
+            lines!("{ahead}", 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15),
             "tdpbf16ps tmm0, tmm4, tmm6",
             "tileloadd tmm7, [{weights} + {pair}*1 + 64]",
+            lines!("{ahead}", 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31),
             "tdpbf16ps tmm1, tmm4, tmm7",
-            prefetch!("{ahead}", 32),
             "add {ahead}, 2048",
             "add {inputs}, 1024",
             "add {weights}, 2048",
@@ -491,6 +510,160 @@ pub(in crate::cpu) unsafe fn expand_one(job: &Expand) {
             stride = in(reg) job.stride,
             line = in(reg) TILE_LINE,
             out("tmm0") _, out("tmm4") _, out("tmm6") _,
+            options(nostack),
+        );
+    }
+}
+
+/// Scores of one or two groups of query vectors, each the sum of three, against two tiles of 16 positions.
+pub(in crate::cpu) struct Scores {
+    /// For each group `[step][3][16 vectors][16 pairs]`.
+    pub(in crate::cpu) queries: [*const u8; 2],
+    /// For each 16 positions `[step][16 pairs][16 positions][2]`.
+    pub(in crate::cpu) keys: [*const u8; 2],
+    /// Steps of 32 columns.
+    pub(in crate::cpu) steps: usize,
+    /// The first vector's scores of each group, those of the second tile behind those of the first; bytes between vectors.
+    pub(in crate::cpu) scores: [*mut f32; 2],
+    pub(in crate::cpu) stride: usize,
+    /// There are two groups.
+    pub(in crate::cpu) both: bool,
+}
+
+/// # Safety
+/// As for [`two_groups_fetching_2`].
+pub(in crate::cpu) unsafe fn scores(job: &Scores) {
+    if job.steps == 0 {
+        return;
+    }
+    // SAFETY: passed on.
+    unsafe {
+        asm!(
+            "tilezero tmm0",
+            "tilezero tmm1",
+            "tilezero tmm2",
+            "tilezero tmm3",
+            "3:",
+            "tileloadd tmm6, [{keys} + {line}*1]",
+            "tileloadd tmm7, [{next_keys} + {line}*1]",
+            "tileloadd tmm4, [{queries} + {line}*1]",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            "tileloadd tmm4, [{queries} + {line}*1 + 1024]",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            "tileloadd tmm4, [{queries} + {line}*1 + 2048]",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            "test {both:e}, {both:e}",
+            "jz 2f",
+            "tileloadd tmm5, [{second} + {line}*1]",
+            "tdpbf16ps tmm2, tmm5, tmm6",
+            "tdpbf16ps tmm3, tmm5, tmm7",
+            "tileloadd tmm5, [{second} + {line}*1 + 1024]",
+            "tdpbf16ps tmm2, tmm5, tmm6",
+            "tdpbf16ps tmm3, tmm5, tmm7",
+            "tileloadd tmm5, [{second} + {line}*1 + 2048]",
+            "tdpbf16ps tmm2, tmm5, tmm6",
+            "tdpbf16ps tmm3, tmm5, tmm7",
+            "2:",
+            "add {queries}, 3072",
+            "add {second}, 3072",
+            "add {keys}, 1024",
+            "add {next_keys}, 1024",
+            "dec {steps}",
+            "jnz 3b",
+            "tilestored [{scores} + {stride}*1], tmm0",
+            "tilestored [{scores} + {stride}*1 + 64], tmm1",
+            "test {both:e}, {both:e}",
+            "jz 2f",
+            "tilestored [{second_scores} + {stride}*1], tmm2",
+            "tilestored [{second_scores} + {stride}*1 + 64], tmm3",
+            "2:",
+            both = in(reg) u32::from(job.both),
+            queries = inout(reg) job.queries[0] => _,
+            second = inout(reg) job.queries[1] => _,
+            keys = inout(reg) job.keys[0] => _,
+            next_keys = inout(reg) job.keys[1] => _,
+            steps = inout(reg) job.steps => _,
+            scores = in(reg) job.scores[0],
+            second_scores = in(reg) job.scores[1],
+            stride = in(reg) job.stride,
+            line = in(reg) TILE_LINE,
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+            options(nostack),
+        );
+    }
+}
+
+/// Outputs of a group of query vectors, 64 columns: `outputs += weights x V`, each weight the sum of three.
+pub(in crate::cpu) struct Weighted {
+    /// `[step][3][16 vectors][16 pairs of positions]`, from the first vector's line on.
+    pub(in crate::cpu) weights: *const u8,
+    /// `[4][16 pairs of positions][16 columns][2]`, and bytes from one step to the next.
+    pub(in crate::cpu) values: *const u8,
+    pub(in crate::cpu) values_step: usize,
+    /// Steps of 32 positions.
+    pub(in crate::cpu) steps: usize,
+    /// The first vector's outputs, and bytes from one vector to the next.
+    pub(in crate::cpu) outputs: *mut f32,
+    pub(in crate::cpu) stride: usize,
+}
+
+/// # Safety
+/// As for [`two_groups_fetching_2`].
+pub(in crate::cpu) unsafe fn weighted(job: &Weighted) {
+    if job.steps == 0 {
+        return;
+    }
+    // SAFETY: passed on.
+    unsafe {
+        asm!(
+            "tileloadd tmm0, [{outputs} + {stride}*1]",
+            "tileloadd tmm1, [{outputs} + {stride}*1 + 64]",
+            "tileloadd tmm2, [{outputs} + {stride}*1 + 128]",
+            "tileloadd tmm3, [{outputs} + {stride}*1 + 192]",
+            "3:",
+            "tileloadd tmm6, [{values} + {line}*1]",
+            "tileloadd tmm7, [{values} + {line}*1 + 1024]",
+            "tileloadd tmm4, [{weights} + {line}*1]",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            "tileloadd tmm5, [{weights} + {line}*1 + 1024]",
+            "tdpbf16ps tmm0, tmm5, tmm6",
+            "tdpbf16ps tmm1, tmm5, tmm7",
+            "tileloadd tmm4, [{weights} + {line}*1 + 2048]",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            "tileloadd tmm6, [{values} + {line}*1 + 2048]",
+            "tileloadd tmm7, [{values} + {line}*1 + 3072]",
+            "tileloadd tmm4, [{weights} + {line}*1]",
+            "tdpbf16ps tmm2, tmm4, tmm6",
+            "tdpbf16ps tmm3, tmm4, tmm7",
+            "tileloadd tmm5, [{weights} + {line}*1 + 1024]",
+            "tdpbf16ps tmm2, tmm5, tmm6",
+            "tdpbf16ps tmm3, tmm5, tmm7",
+            "tileloadd tmm4, [{weights} + {line}*1 + 2048]",
+            "tdpbf16ps tmm2, tmm4, tmm6",
+            "tdpbf16ps tmm3, tmm4, tmm7",
+            "add {weights}, 3072",
+            "add {values}, {values_step}",
+            "dec {steps}",
+            "jnz 3b",
+            "tilestored [{outputs} + {stride}*1], tmm0",
+            "tilestored [{outputs} + {stride}*1 + 64], tmm1",
+            "tilestored [{outputs} + {stride}*1 + 128], tmm2",
+            "tilestored [{outputs} + {stride}*1 + 192], tmm3",
+            weights = inout(reg) job.weights => _,
+            values = inout(reg) job.values => _,
+            values_step = in(reg) job.values_step,
+            steps = inout(reg) job.steps => _,
+            outputs = in(reg) job.outputs,
+            stride = in(reg) job.stride,
+            line = in(reg) TILE_LINE,
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
             options(nostack),
         );
     }
