@@ -23,6 +23,8 @@ def multiplies_bf16() -> bool:
 
 def simd_level(flags: set[str]) -> str:
     """The widest instructions that matter here."""
+    if {"amx_tile", "amx_bf16"} <= flags:
+        return "amx"
     if {"avx512f", "avx512_bf16"} <= flags:
         return "avx512bf16"
     return "avx2" if {"avx2", "fma"} <= flags else os.uname().machine

@@ -37,7 +37,7 @@ impl NumberFormat {
 pub enum WeightPacking {
     /// Panels of 16 outputs.
     Panels16,
-    /// Panels of 32 outputs with inputs in pairs (bf16 on AVX-512 BF16).
+    /// Panels of 32 outputs with inputs in pairs (bf16 on AVX-512 BF16 and AMX).
     Panels32Pairs,
 }
 
