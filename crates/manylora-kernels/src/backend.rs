@@ -496,6 +496,21 @@ pub trait Backend: Send + Sync + 'static {
         parts: &mut [LinearPart<'_, Self>],
     );
 
+    /// `out = silu(gate) * up`, where gate and up are what [`Self::linear`] would make of the two parts. What it leaves in the
+    /// parts' own results is unspecified: a backend that passes sums on to the activation writes nothing there.
+    fn gated_linear(
+        &self,
+        rows: usize,
+        plan: &RowAdapterPlan,
+        adapters: &AdapterTable<Self::Adapter>,
+        input: &Self::Buffer,
+        parts: &mut [LinearPart<'_, Self>; 2],
+        out: &mut Self::Buffer,
+    ) {
+        self.linear(rows, plan, adapters, input, parts);
+        self.gated_activation(rows, parts[0].out, parts[1].out, out);
+    }
+
     /// Sums a row-parallel linear's partial results over devices: nothing on one device.
     fn reduce(&self, _rows: usize, _out: &mut Self::Buffer) {}
 

@@ -6,7 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use linear_cases::{Case, Packed, Random, backend, bits, variants};
 use manylora_kernels::cpu::CpuBackend;
-use manylora_kernels::{AdapterTable, StorageType};
+use manylora_kernels::{AdapterTable, LinearOutput, StorageType};
 
 /// A case with a random mix of base rows, single adapters and compositions.
 fn mixed(seed: u64, rows: usize, inputs: usize, outputs: &[usize], dtype: StorageType) -> Case {
@@ -149,5 +149,32 @@ fn an_empty_slot_is_never_answered_with_the_base() {
         // The backend works on.
         case.plan[1].clear();
         case.check(&backend);
+    }
+}
+
+/// The activation of gate and up in one call: what it makes of the two linear maps, and the same bits for a row alone.
+#[test]
+fn gated_maps_are_those_of_their_parts() {
+    for (level, dtype) in variants() {
+        let backend = backend(level, 2);
+        for (rows, inputs, width) in [(1, 64, 70), (5, 33, 40), (23, 70, 96), (110, 45, 31), (600, 40, 64)] {
+            let mut case = mixed(70 + rows as u64, rows, inputs, &[width, width], dtype);
+            for part in &mut case.parts {
+                part.mode = LinearOutput::Store;
+            }
+            let packed = Packed::new(&case, &backend);
+            let parts = packed.run(&case, &backend);
+            let together = packed.gated(&case, &backend, &(0..rows).collect::<Vec<_>>());
+            for (index, ((&gate, &up), &found)) in parts[0].iter().zip(&parts[1]).zip(&together).enumerate() {
+                let wanted = f64::from(gate) / (1.0 + (-f64::from(gate)).exp()) * f64::from(up);
+                let off = (f64::from(found) - wanted).abs();
+                assert!(off <= 1e-6 * wanted.abs().max(1e-9), "{level} {dtype:?} {rows} {index}: {found}, not {wanted}");
+            }
+            for row in (0..rows).step_by(1 + rows / 40) {
+                let alone = packed.gated(&case, &backend, &[row]);
+                let wanted = together[row * width..][..width].to_vec();
+                assert_eq!(bits(&[alone]), bits(&[wanted]), "{level} {dtype:?}, row {row} of {rows}");
+            }
+        }
     }
 }

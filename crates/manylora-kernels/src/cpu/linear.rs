@@ -98,6 +98,8 @@ struct Call<'a> {
     pairs: bool,
     /// The rows as tiles, where the base or adapters are multiplied so.
     tiles: Option<RowTiles>,
+    /// Where the gated activation of the two parts goes, which are not written then, and its width.
+    gated: Option<(*mut f32, usize)>,
 }
 
 /// A block of rows, as all its runs need it.
@@ -136,6 +138,8 @@ impl Deltas<'_> {
 /// registers.
 struct Bench {
     tile: *mut f32,
+    /// A second part's sums, where there are tile registers.
+    second_tile: *mut f32,
     spare: *mut f32,
     registers: Registers,
 }
@@ -207,6 +211,43 @@ pub(super) fn linear(
     input: &Buffer,
     parts: &mut [LinearPart<'_, CpuBackend>],
 ) {
+    run(backend, rows, plan, adapters, input, parts, None);
+}
+
+/// See [`crate::Backend::gated_linear`]: with tile registers gate and up pass from sums to the activation without being
+/// written.
+pub(super) fn gated_linear(
+    backend: &CpuBackend,
+    rows: usize,
+    plan: &RowAdapterPlan,
+    adapters: &AdapterTable<CpuAdapter>,
+    input: &Buffer,
+    parts: &mut [LinearPart<'_, CpuBackend>; 2],
+    out: &mut Buffer,
+) {
+    assert!(parts[0].weight.outputs() == parts[1].weight.outputs(), "gate and up have one width");
+    let fused = backend.level == SimdLevel::Amx
+        && parts.iter().all(|part| part.weight.format() == PanelFormat::Bf16Pairs && part.mode == LinearOutput::Store)
+        && plan.segments().iter().all(|segment| {
+            adapters.get(segment.slot).is_some_and(|adapter| tiles::tiled(backend.level, adapter.dtype()))
+        });
+    if fused {
+        run(backend, rows, plan, adapters, input, parts, Some(out));
+    } else {
+        run(backend, rows, plan, adapters, input, parts, None);
+        super::activation::gated_activation(backend, rows, parts[0].out, parts[1].out, out);
+    }
+}
+
+fn run(
+    backend: &CpuBackend,
+    rows: usize,
+    plan: &RowAdapterPlan,
+    adapters: &AdapterTable<CpuAdapter>,
+    input: &Buffer,
+    parts: &mut [LinearPart<'_, CpuBackend>],
+    gated: Option<&mut Buffer>,
+) {
     if rows == 0 || parts.is_empty() {
         return;
     }
@@ -254,7 +295,12 @@ pub(super) fn linear(
     let scratch_each = scratch_each(backend.level, rows, inputs, pairs);
     let threads = backend.pool.threads();
     scratch.reserve_threads(threads, scratch_each).expect("working memory of a step: reserve it at start");
-    let panels = views[..parts.len()].iter().map(|part| part.panels).sum::<usize>();
+    let gated = gated.map(|out| {
+        assert!(rows <= out.rows && views[0].outputs <= out.width, "the activation's result does not fit");
+        (out.as_mut_ptr(), out.width)
+    });
+    let counted = if gated.is_some() { 1 } else { parts.len() };
+    let panels = views[..counted].iter().map(|part| part.panels).sum::<usize>();
     let bytes = views[..parts.len()].iter().map(|part| part.panels * part.format.panel_bytes(inputs)).sum::<usize>();
     let work = bytes * tile_rows.min(rows);
     let runs = (threads * RUNS_PER_THREAD).max(bytes.div_ceil(RUN_BYTES)).max(work.div_ceil(RUN_WORK));
@@ -282,6 +328,7 @@ pub(super) fn linear(
         next: AtomicUsize::new(0),
         pairs: pairs && !tiled_base,
         tiles,
+        gated,
     };
     if !call.segments.is_empty() {
         backend.pool.run(&|part, parts| call.shrink(part, parts));
@@ -363,6 +410,7 @@ pub(super) fn embed_deltas(
         next: AtomicUsize::new(0),
         pairs: false,
         tiles: None,
+        gated: None,
     };
     backend.pool.run(&|part, parts| call.embed_panels(part, parts));
 }
@@ -449,7 +497,9 @@ impl Call<'_> {
     fn bench(&self, thread: usize) -> Bench {
         let tile = self.scratch.wrapping_add(thread * self.scratch_each);
         let registers = Registers::of(self.level);
-        Bench { tile, spare: tile.wrapping_add(tiles::sums_values(self.rows.max(MOST_ROWS))), registers }
+        let sums = tiles::sums_values(self.rows.max(MOST_ROWS));
+        let (second_tile, spare) = (tile.wrapping_add(sums), tile.wrapping_add(2 * sums));
+        Bench { tile, second_tile, spare, registers }
     }
 
     /// Whether adapters of this call are multiplied as tiles.
@@ -532,7 +582,11 @@ impl Call<'_> {
             if prepared.as_ref().is_none_or(|prepared| prepared.block != block) {
                 prepared = Some(self.prepare(block, bench.tile));
             }
-            self.run_of_panels(self.run(run), prepared.as_ref().expect("just made"), &mut bench);
+            let prepared = prepared.as_ref().expect("just made");
+            match self.gated {
+                Some(out) => self.run_of_gates(self.run(run), prepared, out, &mut bench),
+                None => self.run_of_panels(self.run(run), prepared, &mut bench),
+            }
         }
     }
 
@@ -619,13 +673,20 @@ impl Call<'_> {
                 }
                 let follows = self.follows(before - part.panels + panel + group, share.end);
                 if tiled {
-                    self.tiled_base(part, (panel, group), (first_row, rows), deltas, follows, bench);
+                    self.tiled_base(
+                        part,
+                        (panel, group),
+                        (first_row, rows),
+                        deltas,
+                        follows,
+                        (tile, &mut bench.registers),
+                    );
                 } else {
                     self.base(part, (panel, group), &list[..rows], deltas, follows);
                 }
                 let last_output = (first_output + width).min(part.outputs);
                 // SAFETY: the tile has these rows; B has panels for all outputs of the part.
-                unsafe { Self::add_deltas(deltas, (first_output, last_output), width, bench) };
+                unsafe { Self::add_deltas(deltas, (first_output, last_output), width, tile, bench) };
                 if tiled {
                     Self::finish_tiled(part, (first_output, last_output), width, (first_row, rows), tile);
                 } else {
@@ -633,6 +694,48 @@ impl Call<'_> {
                 }
                 panel += group;
             }
+        }
+    }
+
+    /// Panels of gates and ups of one block of rows, by tile products, and their activation.
+    fn run_of_gates(
+        &self,
+        share: Range<usize>,
+        prepared: &Prepared<'_>,
+        (out, out_width): (*mut f32, usize),
+        bench: &mut Bench,
+    ) {
+        let (first_row, rows) = (prepared.first_row, prepared.rows);
+        let mut panel = share.start;
+        while panel < share.end {
+            let group = panels_side_by_side(self.level, true, rows, share.end - panel);
+            let part = &self.parts[0];
+            let width = group * part.format.width();
+            let first_output = panel * part.format.width();
+            let last_output = (first_output + width).min(part.outputs);
+            let tiles = [bench.tile, bench.second_tile];
+            for ((part, deltas), tile) in self.parts.iter().zip(prepared.deltas.iter().flatten()).zip(tiles) {
+                let next = (panel + group).min(part.panels - 1) * part.format.panel_bytes(self.inputs);
+                let follows = part.weights.wrapping_add(next);
+                self.tiled_base(part, (panel, group), (first_row, rows), deltas, follows, (tile, &mut bench.registers));
+                // SAFETY: the tile has these rows; B has panels for all outputs of the part.
+                unsafe { Self::add_deltas(deltas, (first_output, last_output), width, tile, bench) };
+            }
+            let bias = |part: &Part| {
+                if part.bias.is_null() { part.bias } else { part.bias.wrapping_add(first_output) }
+            };
+            let job = tiles::FinishGated {
+                sums: tiles.map(<*mut f32>::cast_const),
+                width,
+                rows,
+                count: last_output - first_output,
+                bias: [bias(&self.parts[0]), bias(&self.parts[1])],
+                out: out.wrapping_add(first_row * out_width + first_output),
+                out_width,
+            };
+            // SAFETY: these columns of the tiles, the result and the biases, which no other thread has; the level is available.
+            unsafe { job.run() };
+            panel += group;
         }
     }
 
@@ -657,7 +760,7 @@ impl Call<'_> {
                     }
                 }
                 // SAFETY: the tile has these rows; B has panels for all outputs of the part.
-                unsafe { Self::add_deltas(&deltas, (first, first + count), B_WIDTH, &mut bench) };
+                unsafe { Self::add_deltas(&deltas, (first, first + count), B_WIDTH, tile, &mut bench) };
                 Self::finish(part, first, B_WIDTH, first_row, rows, tile);
             }
             first_row += rows;
@@ -737,7 +840,7 @@ impl Call<'_> {
         (first_row, rows): (usize, usize),
         deltas: &Deltas<'_>,
         follows: *const u8,
-        bench: &mut Bench,
+        (tile, registers): (*mut f32, &mut Registers),
     ) {
         let panel_bytes = part.format.panel_bytes(self.inputs);
         let (first_output, width) = (panel * part.format.width(), group * part.format.width());
@@ -750,12 +853,12 @@ impl Call<'_> {
             weights: part.weights.wrapping_add(panel * panel_bytes),
             panel_bytes,
             panels: group,
-            sums: bench.tile,
+            sums: tile,
             follows,
             ahead: ahead.as_ref(),
         };
         // SAFETY: panels, tiles and sums are as large as the job says; the backend's level is available.
-        unsafe { panels.run(&mut bench.registers) };
+        unsafe { panels.run(registers) };
     }
 
     /// The part's adapters for a block of rows.
@@ -771,7 +874,7 @@ impl Call<'_> {
         }
     }
 
-    /// Adds the adapters' part of outputs `first_output..last_output` to the bench's tile.
+    /// Adds the adapters' part of outputs `first_output..last_output` to a tile.
     ///
     /// # Safety
     /// The tile has the block's rows of `width` values; B has panels for all these outputs.
@@ -779,14 +882,15 @@ impl Call<'_> {
         deltas: &Deltas<'_>,
         (first_output, last_output): (usize, usize),
         width: usize,
+        tile: *mut f32,
         bench: &mut Bench,
     ) {
         // SAFETY: passed on.
         unsafe {
             match deltas {
-                Deltas::Rows(expand) => expand.run(first_output, last_output, width, bench.tile),
+                Deltas::Rows(expand) => expand.run(first_output, last_output, width, tile),
                 Deltas::Tiles(expand) => {
-                    expand.run((first_output, last_output), width, bench.tile, &mut bench.registers, bench.spare);
+                    expand.run((first_output, last_output), width, tile, &mut bench.registers, bench.spare);
                 }
             }
         }

@@ -237,6 +237,18 @@ impl Backend for CpuBackend {
         linear::linear(self, rows, plan, adapters, input, parts);
     }
 
+    fn gated_linear(
+        &self,
+        rows: usize,
+        plan: &RowAdapterPlan,
+        adapters: &AdapterTable<CpuAdapter>,
+        input: &Buffer,
+        parts: &mut [LinearPart<'_, Self>; 2],
+        out: &mut Buffer,
+    ) {
+        linear::gated_linear(self, rows, plan, adapters, input, parts, out);
+    }
+
     fn rope_kv_write(
         &self,
         batch: &StepBatch,

@@ -188,3 +188,21 @@ impl Attention<'_> {
         unreachable!("no level here has tiles");
     }
 }
+
+/// No results.
+pub(super) struct FinishGated {
+    pub(super) sums: [*const f32; 2],
+    pub(super) width: usize,
+    pub(super) rows: usize,
+    pub(super) count: usize,
+    pub(super) bias: [*const f32; 2],
+    pub(super) out: *mut f32,
+    pub(super) out_width: usize,
+}
+
+#[expect(unsafe_code, reason = "the same signatures as where there are tiles")]
+impl FinishGated {
+    pub(super) unsafe fn run(&self) {
+        unreachable!("no level here has tiles");
+    }
+}

@@ -326,6 +326,29 @@ impl Packed {
         outs.iter_mut().map(|out| backend.read(out, rows.len()).unwrap().to_vec()).collect()
     }
 
+    /// The gated activation of the case's two parts for a selection of rows.
+    pub(crate) fn gated(&self, case: &Case, backend: &CpuBackend, rows: &[usize]) -> Vec<f32> {
+        let width = case.parts[0].weight.rows;
+        let (mut input, mut plan) = (backend.buffer(rows.len(), case.inputs).unwrap(), RowAdapterPlan::default());
+        let [mut gate, mut up, mut out] = [(); 3].map(|()| backend.buffer(rows.len(), width).unwrap());
+        for (to, &from) in rows.iter().enumerate() {
+            input.row_mut(to).copy_from_slice(&case.input[from * case.inputs..][..case.inputs]);
+            for &(slot, scale) in &case.plan[from] {
+                plan.push(to as u32, slot, scale);
+            }
+        }
+        plan.finish(rows.len());
+        let mut parts = [(0, &mut gate), (1, &mut up)].map(|(index, out)| LinearPart {
+            weight: &self.weights[index],
+            bias: self.biases[index].as_ref(),
+            site: site(index),
+            out,
+            mode: LinearOutput::Store,
+        });
+        backend.gated_linear(rows.len(), &plan, &self.adapters, &input, &mut parts, &mut out);
+        backend.read(&mut out, rows.len()).unwrap().to_vec()
+    }
+
     /// The call alone, which allocates nothing here for up to three parts.
     pub(crate) fn call(
         &self,

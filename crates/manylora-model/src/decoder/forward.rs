@@ -99,8 +99,7 @@ impl<B: Backend> LayerRun<'_, B> {
                 mode: LinearOutput::Store,
             },
         ];
-        backend.linear(rows, plan, adapters, &buffers.normed, &mut parts);
-        backend.gated_activation(rows, &buffers.gate, &buffers.up, &mut buffers.activated);
+        backend.gated_linear(rows, plan, adapters, &buffers.normed, &mut parts, &mut buffers.activated);
         let mut part = [LinearPart {
             weight: &parameters.down.weight,
             bias: parameters.down.bias.as_ref(),

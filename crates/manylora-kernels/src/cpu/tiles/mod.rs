@@ -8,6 +8,7 @@
 
 mod attention;
 mod base;
+mod exp;
 mod expand;
 mod factors;
 mod finish;
@@ -18,7 +19,7 @@ pub(super) use attention::{Attention, VECTORS, attention_values};
 pub(super) use base::{Panels, gaps};
 pub(super) use expand::TileExpand;
 pub(super) use factors::pack_pairs;
-pub(super) use finish::Finish;
+pub(super) use finish::{Finish, FinishGated};
 pub(super) use rows::RowTiles;
 pub(super) use shrink::ShrinkCall;
 
@@ -66,13 +67,13 @@ pub(super) fn rows_together(inputs: usize) -> usize {
     (ROWS_BYTES / (2 * inputs.max(1)) / TILE_ROWS * TILE_ROWS).clamp(FEWEST_ROWS, MOST_ROWS)
 }
 
-/// Values of a thread's sums for blocks of `rows` rows, and with what lies behind them.
+/// Values of a thread's sums for blocks of `rows` rows; and of all that it needs: two of these, and what lies behind them.
 pub(super) fn sums_values(rows: usize) -> usize {
     rows.next_multiple_of(TILE_ROWS).clamp(2 * TILE_ROWS, MOST_ROWS) * SUMS_WIDTH
 }
 
 pub(super) fn thread_values(rows: usize) -> usize {
-    sums_values(rows) + SPARE
+    2 * sums_values(rows) + SPARE
 }
 
 /// A slot of shrink results, `shrunk(rank)` of each rank, as the expand reads them.
