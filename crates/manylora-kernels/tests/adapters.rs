@@ -106,7 +106,10 @@ fn the_embedding_gathers_a_by_token() {
                     .map(|r| f64::from(b[column * rank + r] * a[r * vocabulary + token as usize]).abs() * 1.5)
                     .sum();
                 let rounding = if tiles { size * f64::powi(2.0, -8) } else { 0.0 };
-                assert!((f64::from(got) - wanted).abs() < 1e-5 + rounding, "{level} {dtype:?} row {row}: {got} is not {wanted}");
+                assert!(
+                    (f64::from(got) - wanted).abs() < 1e-5 + rounding,
+                    "{level} {dtype:?} row {row}: {got} is not {wanted}"
+                );
             }
         }
     }

@@ -284,7 +284,9 @@ fn long_contexts_have_the_bits_of_single_rows() {
         for sequence in &mut sequences {
             let width = kv_heads * head_dim;
             for (position, k) in sequence.k.chunks_exact_mut(width).enumerate() {
-                k.iter_mut().for_each(|value| *value *= 1.0 + position as f32 / 200.0);
+                for value in k {
+                    *value *= 1.0 + position as f32 / 200.0;
+                }
             }
         }
         for level in SimdLevel::available() {

@@ -168,7 +168,10 @@ fn gated_maps_are_those_of_their_parts() {
             for (index, ((&gate, &up), &found)) in parts[0].iter().zip(&parts[1]).zip(&together).enumerate() {
                 let wanted = f64::from(gate) / (1.0 + (-f64::from(gate)).exp()) * f64::from(up);
                 let off = (f64::from(found) - wanted).abs();
-                assert!(off <= 1e-6 * wanted.abs().max(1e-9), "{level} {dtype:?} {rows} {index}: {found}, not {wanted}");
+                assert!(
+                    off <= 1e-6 * wanted.abs().max(1e-9),
+                    "{level} {dtype:?} {rows} {index}: {found}, not {wanted}"
+                );
             }
             for row in (0..rows).step_by(1 + rows / 40) {
                 let alone = packed.gated(&case, &backend, &[row]);

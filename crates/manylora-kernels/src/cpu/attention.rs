@@ -195,7 +195,8 @@ fn run_tiled(level: SimdLevel, call: &Call<'_>, part: usize) {
         let task = Task::new(call, index);
         let vectors: Vectors<{ tiles::VECTORS }> = Vectors::new(call, &task, group);
         let table = task.sequence.table_first as usize;
-        let keys = call.layer.cast::<u16>().wrapping_add(task.kv_head * head_len);
+        let keys: *const u16 = call.layer.cast();
+        let keys = keys.wrapping_add(task.kv_head * head_len);
         let attention = tiles::Attention {
             low: &vectors.low[..task.count],
             high: &vectors.high[..task.count],

@@ -64,7 +64,10 @@ impl ScratchSizes {
     /// Bytes that [`Scratch::reserve_sizes`] takes with these sizes, where nothing was reserved before.
     pub(super) const fn bytes(&self, threads: usize) -> usize {
         let values = self.shrunk.saturating_add(self.thread_values.saturating_mul(threads));
-        self.segments.saturating_mul(size_of::<Segment>()).saturating_add(values.saturating_mul(size_of::<f32>())).saturating_add(self.rows)
+        self.segments
+            .saturating_mul(size_of::<Segment>())
+            .saturating_add(values.saturating_mul(size_of::<f32>()))
+            .saturating_add(self.rows)
     }
 }
 
@@ -85,7 +88,12 @@ unsafe impl Send for Scratch {}
 
 impl Scratch {
     pub(super) const fn new() -> Self {
-        Self { segments: Vec::new(), shrunk: AlignedVec::empty(), threads: AlignedVec::empty(), rows: AlignedVec::empty() }
+        Self {
+            segments: Vec::new(),
+            shrunk: AlignedVec::empty(),
+            threads: AlignedVec::empty(),
+            rows: AlignedVec::empty(),
+        }
     }
 
     /// Room for `segments` segments and `shrunk` shrink results.

@@ -133,7 +133,7 @@ pub(super) struct Panels<'a> {
     pub(super) inputs: usize,
     pub(super) weights: *const u8,
     pub(super) panel_bytes: usize,
-    pub(super) panels: usize,
+    pub(super) count: usize,
     pub(super) sums: *mut f32,
     pub(super) follows: *const u8,
     pub(super) ahead: Option<&'a Ahead<'a>>,

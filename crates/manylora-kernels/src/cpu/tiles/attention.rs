@@ -10,11 +10,10 @@
 #![expect(unsafe_code, reason = "tile products and SIMD intrinsics over pointers")]
 
 use std::arch::x86_64::{
-    __m256bh, __m256i, __m512, __m512i, _mm256_loadu_si256, _mm256_storeu_si256, _mm512_add_ps,
-    _mm512_castsi512_ps, _mm512_cvtepu16_epi32, _mm512_cvtneps_pbh, _mm512_div_ps, 
-    _mm512_loadu_ps, _mm512_max_ps, _mm512_mul_ps, _mm512_or_si512,
-    _mm512_reduce_add_ps, _mm512_reduce_max_ps, _mm512_set1_ps,
-    _mm512_setzero_ps, _mm512_slli_epi32, _mm512_storeu_ps, _mm512_storeu_si512, _mm512_sub_ps,
+    __m256bh, __m256i, __m512, __m512i, _mm256_loadu_si256, _mm256_storeu_si256, _mm512_add_ps, _mm512_castsi512_ps,
+    _mm512_cvtepu16_epi32, _mm512_cvtneps_pbh, _mm512_div_ps, _mm512_loadu_ps, _mm512_max_ps, _mm512_mul_ps,
+    _mm512_or_si512, _mm512_reduce_add_ps, _mm512_reduce_max_ps, _mm512_set1_ps, _mm512_setzero_ps, _mm512_slli_epi32,
+    _mm512_storeu_ps, _mm512_storeu_si512, _mm512_sub_ps,
 };
 
 use super::amx::{
@@ -207,9 +206,7 @@ impl Attention<'_> {
                         let keys = (position + lane < last).then(|| self.key(position + lane));
                         for pair in 0..layout.steps * TILE_PAIRS {
                             let value = |column: usize| match keys {
-                                Some(keys) if column < self.head_dim => {
-                                    u32::from(*keys.add(column * self.block_size))
-                                }
+                                Some(keys) if column < self.head_dim => u32::from(*keys.add(column * self.block_size)),
                                 _ => 0,
                             };
                             let pairs = value(2 * pair) | value(2 * pair + 1) << 16;
@@ -299,7 +296,8 @@ impl Attention<'_> {
                     queries: [queries, if second > 0 { queries.wrapping_add(query) } else { queries }],
                     keys: [keys, keys.wrapping_add(layout.steps * TILE_BYTES)],
                     steps: layout.steps,
-                    scores: [scores_of(group), scores_of(group + TILE_ROWS)].map(|place| self.scratch.wrapping_add(place)),
+                    results: [scores_of(group), scores_of(group + TILE_ROWS)]
+                        .map(|place| self.scratch.wrapping_add(place)),
                     stride: STRIDE * 4,
                     both: second > 0,
                 };

@@ -6,12 +6,12 @@
 #![expect(unsafe_code, reason = "tile products over pointers")]
 
 use super::super::ahead::Ahead;
-use super::{Registers, TILE_INPUTS, TILE_ROWS};
 use super::amx::{
     Product, TILE_BYTES, TILE_COLUMNS, TILE_PAIRS, TileShape, Tiles, one_panel, two_groups_fetching_2,
     two_groups_fetching_8, two_groups_fetching_32, two_panels,
 };
 use super::rows::RowTiles;
+use super::{Registers, TILE_INPUTS, TILE_ROWS};
 
 /// Bytes of a panel's step of 32 inputs.
 const STEP_BYTES: usize = 2 * TILE_BYTES;
@@ -28,8 +28,8 @@ pub(in crate::cpu) struct Panels<'a> {
     pub(in crate::cpu) inputs: usize,
     pub(in crate::cpu) weights: *const u8,
     pub(in crate::cpu) panel_bytes: usize,
-    pub(in crate::cpu) panels: usize,
-    /// `[rows][32 x panels]`.
+    pub(in crate::cpu) count: usize,
+    /// `[rows][32 x count]`.
     pub(in crate::cpu) sums: *mut f32,
     /// What this thread will probably read next.
     pub(in crate::cpu) follows: *const u8,
@@ -50,7 +50,7 @@ impl Panels<'_> {
     /// AMX. Two panels are for one group.
     pub(in crate::cpu) unsafe fn run(&self, registers: &mut Registers) {
         let registers = registers.get();
-        debug_assert!(self.first_row.is_multiple_of(TILE_ROWS) && (self.panels == 1 || self.rows <= TILE_ROWS));
+        debug_assert!(self.first_row.is_multiple_of(TILE_ROWS) && (self.count == 1 || self.rows <= TILE_ROWS));
         let (whole, rest) = (self.inputs / TILE_INPUTS, (self.inputs % TILE_INPUTS).div_ceil(2));
         let few = self.rows <= 2 * TILE_ROWS;
         let most = match (few, self.ahead) {
@@ -75,7 +75,7 @@ impl Panels<'_> {
     /// Steps `first..first + steps` for all rows.
     unsafe fn stretch(&self, registers: &mut Tiles, first: usize, steps: usize, pairs: usize) {
         let weights = self.weights.wrapping_add(first * STEP_BYTES);
-        let stride = self.panels * 32;
+        let stride = self.count * 32;
         let passes = self.rows.div_ceil(2 * TILE_ROWS);
         let bytes = steps * STEP_BYTES;
         let last = (first + steps) * TILE_INPUTS >= self.inputs;
@@ -93,7 +93,7 @@ impl Panels<'_> {
             registers.shape(if below == 0 { TileShape { second: above, ..shape } } else { shape });
             let inputs = self.tiles.row(self.first_row + row).wrapping_add(first * TILE_BYTES);
             let sums = self.sums.wrapping_add(row * stride);
-            let second = if self.panels == 2 { sums.wrapping_add(32) } else { sums.wrapping_add(TILE_ROWS * stride) };
+            let second = if self.count == 2 { sums.wrapping_add(32) } else { sums.wrapping_add(TILE_ROWS * stride) };
             let prefetch = if passes == 1 {
                 Product::ahead(weights)
             } else {
@@ -110,7 +110,7 @@ impl Panels<'_> {
             };
             // SAFETY: the shape is the job's; passed on.
             unsafe {
-                match (self.panels, below, lines) {
+                match (self.count, below, lines) {
                     (2, ..) => two_panels(&job),
                     (_, 0, _) => one_panel(&job),
                     (_, _, 32) => two_groups_fetching_32(&job),

@@ -44,7 +44,8 @@ pub(in crate::cpu) unsafe fn last_step(start: *const u8, columns: usize, width: 
     // SAFETY: a tile has room for 16 pairs of 16; the odd column is `width` values.
     unsafe {
         std::ptr::copy_nonoverlapping(start, spare, whole);
-        let (odd, out) = (start.add(whole).cast::<u16>(), spare.add(whole).cast::<u32>());
+        let odd: *const u16 = start.add(whole).cast();
+        let out: *mut u32 = spare.add(whole).cast();
         for lane in 0..width {
             out.add(lane).write_unaligned(u32::from(odd.add(lane).read_unaligned()));
         }
@@ -60,7 +61,9 @@ mod tests {
 
     #[test]
     fn pairs_are_where_the_layout_says() {
-        for (count, width, columns) in [(16, 16, 40), (8, 8, 33), (5, 5, 7), (3, 16, 9), (1, 1, 2), (1, 1, 1), (16, 16, 5)] {
+        for (count, width, columns) in
+            [(16, 16, 40), (8, 8, 33), (5, 5, 7), (3, 16, 9), (1, 1, 2), (1, 1, 1), (16, 16, 5)]
+        {
             let value = |row: usize, column: usize| (1 + row * 100 + column) as u16;
             let rows: Vec<u8> = (0..count)
                 .flat_map(|row| (0..columns).flat_map(move |column| value(row, column).to_ne_bytes()))
@@ -84,9 +87,10 @@ mod tests {
                 let step = unsafe { last_step(out.as_ptr(), columns, width, spare.as_mut_ptr()) };
                 for row in 0..count {
                     for column in 0..columns.next_multiple_of(2) {
+                        let at = (column / 2 * width + row) * 2 + column % 2;
                         // SAFETY: within the last step's pairs.
-                        let found =
-                            unsafe { step.cast::<u16>().add((column / 2 * width + row) * 2 + column % 2).read_unaligned() };
+                        let found = unsafe { [*step.add(2 * at), *step.add(2 * at + 1)] };
+                        let found = u16::from_ne_bytes(found);
                         let wanted = if column < columns { value(row, column) } else { 0 };
                         assert_eq!(found, wanted, "{count} of {width} x {columns}: {row} {column}");
                     }

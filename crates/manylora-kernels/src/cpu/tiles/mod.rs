@@ -79,10 +79,10 @@ pub(super) fn thread_values(rows: usize) -> usize {
 /// A slot of shrink results, `shrunk(rank)` of each rank, as the expand reads them.
 pub(super) fn store_pairs(slot: &mut [f32], shrunk: impl Fn(usize) -> f32) {
     let rank = slot.len();
-    for pair in 0..rank.div_ceil(2) {
+    for (pair, word) in slot.iter_mut().enumerate().take(rank.div_ceil(2)) {
         let half = |rank: usize| u32::from(f32_to_bf16(shrunk(rank)));
         let high = if 2 * pair + 1 < rank { half(2 * pair + 1) } else { 0 };
-        slot[pair] = f32::from_bits(half(2 * pair) | high << 16);
+        *word = f32::from_bits(half(2 * pair) | high << 16);
     }
 }
 

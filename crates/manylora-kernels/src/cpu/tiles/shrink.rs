@@ -5,8 +5,8 @@
 #![expect(unsafe_code, reason = "tile products and SIMD intrinsics over pointers")]
 
 use std::arch::x86_64::{
-    _mm256_mask_storeu_epi16, _mm512_add_ps, _mm512_cvtneps_pbh, _mm512_maskz_loadu_ps, _mm512_mul_ps, _mm512_set1_ps,
-    _mm512_setzero_ps,
+    __m256bh, __m256i, _mm256_mask_storeu_epi16, _mm512_add_ps, _mm512_cvtneps_pbh, _mm512_maskz_loadu_ps,
+    _mm512_mul_ps, _mm512_set1_ps, _mm512_setzero_ps,
 };
 
 use super::super::scratch::Segment;
@@ -37,9 +37,8 @@ impl ShrinkCall<'_> {
     /// Tiles hold the rows of the plan, A is as [`super::factors`] says, `spare` has room for ten tiles, and the processor has
     /// AMX.
     pub(in crate::cpu) unsafe fn run(&self, (part, parts): (usize, usize), registers: &mut Registers, spare: *mut f32) {
-        let items = |segment: &Segment| {
-            runs(self.entries(segment), TILE_ROWS).count() * segment.rank.div_ceil(TILE_COLUMNS)
-        };
+        let items =
+            |segment: &Segment| runs(self.entries(segment), TILE_ROWS).count() * segment.rank.div_ceil(TILE_COLUMNS);
         let total: usize = self.segments.iter().map(items).sum();
         let (from, to) = (total * part / parts, total * (part + 1) / parts);
         let registers = registers.get();
@@ -115,7 +114,7 @@ unsafe fn store(sums: *const f32, last: Option<*const f32>, scale: f32, ranks: u
         let whole = _mm512_add_ps(_mm512_add_ps(sum(0), sum(1)), _mm512_add_ps(sum(2), sum(3)));
         let last = last.map_or(_mm512_setzero_ps(), |last| _mm512_maskz_loadu_ps(mask, last));
         let value = _mm512_mul_ps(_mm512_set1_ps(scale), _mm512_add_ps(whole, last));
-        let value = std::mem::transmute(_mm512_cvtneps_pbh(value));
+        let value = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(value));
         let ranks = ranks.next_multiple_of(2);
         _mm256_mask_storeu_epi16(result.cast(), ((1u32 << ranks) - 1) as u16, value);
     }

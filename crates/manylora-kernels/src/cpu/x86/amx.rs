@@ -529,7 +529,7 @@ pub(in crate::cpu) struct Scores {
     /// Steps of 32 columns.
     pub(in crate::cpu) steps: usize,
     /// The first vector's scores of each group, those of the second tile behind those of the first; bytes between vectors.
-    pub(in crate::cpu) scores: [*mut f32; 2],
+    pub(in crate::cpu) results: [*mut f32; 2],
     pub(in crate::cpu) stride: usize,
     /// There are two groups.
     pub(in crate::cpu) both: bool,
@@ -591,8 +591,8 @@ pub(in crate::cpu) unsafe fn scores(job: &Scores) {
             keys = inout(reg) job.keys[0] => _,
             next_keys = inout(reg) job.keys[1] => _,
             steps = inout(reg) job.steps => _,
-            scores = in(reg) job.scores[0],
-            second_scores = in(reg) job.scores[1],
+            scores = in(reg) job.results[0],
+            second_scores = in(reg) job.results[1],
             stride = in(reg) job.stride,
             line = in(reg) TILE_LINE,
             out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,

@@ -7,9 +7,17 @@
 //! other rows.
 #![expect(unsafe_code, reason = "threads write disjoint columns of shared outputs")]
 
+mod embed;
+mod segments;
+mod tiled;
+
 use std::ops::Range;
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicUsize, Ordering};
+
+pub(super) use embed::embed_deltas;
+use segments::resolve_segments;
+pub(super) use tiled::gated_linear;
 
 use super::CpuBackend;
 use super::adapter::CpuAdapter;
@@ -22,10 +30,10 @@ use super::level::SimdLevel;
 use super::memory::{AlignedVec, Buffer};
 use super::pack::PanelFormat;
 use super::pool::Pool;
-use super::scratch::{Scratch, ScratchSizes, Segment};
+use super::scratch::{ScratchSizes, Segment};
 use super::tiles::{self, Registers, RowTiles, TileExpand};
 use crate::backend::{AdapterTable, LinearOutput, LinearPart};
-use crate::batch::{RowAdapterPlan, StepBatch};
+use crate::batch::RowAdapterPlan;
 use crate::error::KernelError;
 use crate::site::Site;
 
@@ -149,13 +157,7 @@ struct Bench {
 unsafe impl Sync for Call<'_> {}
 
 /// Working memory for steps of at most so many rows, entries, ranks and inputs: what [`reserve`] takes.
-pub(super) fn scratch_sizes(
-    level: SimdLevel,
-    rows: usize,
-    entries: usize,
-    rank: usize,
-    width: usize,
-) -> ScratchSizes {
+pub(super) fn scratch_sizes(level: SimdLevel, rows: usize, entries: usize, rank: usize, width: usize) -> ScratchSizes {
     // The largest `scratch_each` of any input up to `width`: narrower inputs let more rows pass together, so that pairs
     // take half of ROWS_BYTES at most, unless the fewest rows take more.
     let words = width.div_ceil(2);
@@ -212,31 +214,6 @@ pub(super) fn linear(
     parts: &mut [LinearPart<'_, CpuBackend>],
 ) {
     run(backend, rows, plan, adapters, input, parts, None);
-}
-
-/// See [`crate::Backend::gated_linear`]: with tile registers gate and up pass from sums to the activation without being
-/// written.
-pub(super) fn gated_linear(
-    backend: &CpuBackend,
-    rows: usize,
-    plan: &RowAdapterPlan,
-    adapters: &AdapterTable<CpuAdapter>,
-    input: &Buffer,
-    parts: &mut [LinearPart<'_, CpuBackend>; 2],
-    out: &mut Buffer,
-) {
-    assert!(parts[0].weight.outputs() == parts[1].weight.outputs(), "gate and up have one width");
-    let fused = backend.level == SimdLevel::Amx
-        && parts.iter().all(|part| part.weight.format() == PanelFormat::Bf16Pairs && part.mode == LinearOutput::Store)
-        && plan.segments().iter().all(|segment| {
-            adapters.get(segment.slot).is_some_and(|adapter| tiles::tiled(backend.level, adapter.dtype()))
-        });
-    if fused {
-        run(backend, rows, plan, adapters, input, parts, Some(out));
-    } else {
-        run(backend, rows, plan, adapters, input, parts, None);
-        super::activation::gated_activation(backend, rows, parts[0].out, parts[1].out, out);
-    }
 }
 
 fn run(
@@ -336,162 +313,6 @@ fn run(
     backend.pool.run(&|part, _| call.panels(part));
 }
 
-/// Adds the deltas of adapters that touch the embedding to `out`, which holds the base rows.
-pub(super) fn embed_deltas(
-    backend: &CpuBackend,
-    batch: &StepBatch,
-    adapters: &AdapterTable<CpuAdapter>,
-    site: Site,
-    out: &mut Buffer,
-) {
-    let plan = &batch.adapters;
-    if plan.is_empty() {
-        return;
-    }
-    assert!(site == Site::EMBED, "site `{}` is not the embedding", site.0);
-    let mut scratch = backend.scratch.lock().unwrap_or_else(PoisonError::into_inner);
-    let scratch = &mut *scratch;
-    let outputs = out.width;
-    let vocabulary = embed_inputs(plan, adapters);
-    resolve_segments(plan, adapters, vocabulary, std::iter::once((site, outputs)), scratch);
-    if scratch.segments.is_empty() {
-        return;
-    }
-    for segment in &scratch.segments {
-        for (index, entry) in plan.entries()[segment.first..segment.first + segment.count].iter().enumerate() {
-            let token = batch.tokens[entry.row as usize] as usize;
-            assert!(token < vocabulary, "token `{token}` is beyond the adapter's vocabulary of {vocabulary}");
-            let results = &mut scratch.shrunk[segment.shrunk + index * segment.rank..][..segment.rank];
-            let scale = segment.scale * entry.scale;
-            // SAFETY: the transposed A is `[vocabulary, rank]`.
-            let shrunk = |rank: usize| scale * unsafe { element(segment, token * segment.rank + rank) };
-            if tiles::tiled(backend.level, segment.dtype) {
-                tiles::store_pairs(results, shrunk);
-            } else {
-                for (rank, result) in results.iter_mut().enumerate() {
-                    *result = shrunk(rank);
-                }
-            }
-        }
-    }
-    let rows = batch.rows();
-    assert!(rows <= out.rows, "result of {rows} rows does not fit");
-    let scratch_each = scratch_each(backend.level, rows, 0, false);
-    let threads = backend.pool.threads();
-    scratch.reserve_threads(threads, scratch_each).expect("working memory of a step: reserve it at start");
-    let part = Part {
-        weights: std::ptr::null(),
-        format: PanelFormat::F32,
-        panels: outputs.div_ceil(B_WIDTH),
-        outputs,
-        bias: std::ptr::null(),
-        out: out.as_mut_ptr(),
-        out_width: out.width,
-        mode: LinearOutput::Store,
-        first_segment: 0,
-        last_segment: scratch.segments.len(),
-    };
-    let call = Call {
-        level: backend.level,
-        rows,
-        input: std::ptr::null(),
-        input_width: 0,
-        inputs: 0,
-        parts: std::slice::from_ref(&part),
-        plan,
-        segments: &scratch.segments,
-        shrunk: scratch.shrunk.as_mut_ptr(),
-        scratch: scratch.threads.as_mut_ptr(),
-        scratch_each,
-        tile_rows: MOST_ROWS,
-        panels: part.panels,
-        together: 1,
-        runs: 1,
-        next: AtomicUsize::new(0),
-        pairs: false,
-        tiles: None,
-        gated: None,
-    };
-    backend.pool.run(&|part, parts| call.embed_panels(part, parts));
-}
-
-/// Columns of A of the adapters that touch the embedding (they agree, or `resolve_segments` refuses).
-fn embed_inputs(plan: &RowAdapterPlan, adapters: &AdapterTable<CpuAdapter>) -> usize {
-    let factors = |slot| adapters.get(slot).and_then(|adapter| adapter.factors(Site::EMBED));
-    plan.segments().iter().find_map(|segment| factors(segment.slot)).map_or(0, |factors| factors.input)
-}
-
-/// One element of A.
-unsafe fn element(segment: &Segment, index: usize) -> f32 {
-    // SAFETY: the caller stays within A; factors are aligned to a cache line.
-    unsafe {
-        match segment.dtype {
-            crate::StorageType::F32 => {
-                let a: *const f32 = segment.a.cast();
-                *a.add(index)
-            }
-            crate::StorageType::Bf16 => {
-                let a: *const u16 = segment.a.cast();
-                super::pack::bf16_to_f32(*a.add(index))
-            }
-            crate::StorageType::F16 => unreachable!("refused where it is asked for"),
-        }
-    }
-}
-
-/// Looks every segment of the plan up for every part, once per call and not per panel. A slot that is empty, or factors
-/// of another shape, are an error of the engine: the call panics rather than answer with the base (fail closed).
-fn resolve_segments(
-    plan: &RowAdapterPlan,
-    adapters: &AdapterTable<CpuAdapter>,
-    inputs: usize,
-    sites: impl Iterator<Item = (Site, usize)> + Clone,
-    scratch: &mut Scratch,
-) {
-    scratch.segments.clear();
-    if plan.is_empty() {
-        return;
-    }
-    let parts = sites.clone().count();
-    scratch.reserve(plan.segments().len() * parts, 0).expect("working memory of a step: reserve it at start");
-    let mut shrunk = 0;
-    for (part, (site, outputs)) in sites.enumerate() {
-        for segment in plan.segments() {
-            let Some(adapter) = adapters.get(segment.slot) else {
-                panic!("the plan names slot `{}`, which holds no adapter", segment.slot)
-            };
-            let Some(factors) = adapter.factors(site) else { continue };
-            assert!(
-                factors.input == inputs && factors.output == outputs,
-                "the adapter in slot `{}` is {} -> {} at site `{}`, where the base is {inputs} -> {outputs}",
-                segment.slot,
-                factors.input,
-                factors.output,
-                site.0,
-            );
-            scratch.segments.push(Segment {
-                part,
-                first: segment.first as usize,
-                count: segment.count as usize,
-                rank: factors.rank,
-                scale: factors.scale,
-                dtype: adapter.dtype(),
-                a: factors.a.as_ptr(),
-                b: factors.b.as_ptr(),
-                shrunk,
-            });
-            shrunk += segment.count as usize * factors.rank;
-        }
-    }
-    let dtype = scratch.segments.first().map(|segment| segment.dtype);
-    assert!(scratch.segments.iter().all(|segment| Some(segment.dtype) == dtype), "adapters of one type of numbers");
-    if scratch.shrunk.len() < shrunk {
-        let segments = std::mem::take(&mut scratch.segments);
-        scratch.reserve(0, shrunk).expect("working memory of a step: reserve it at start");
-        scratch.segments = segments;
-    }
-}
-
 impl Call<'_> {
     /// A thread's own stretch of the scratch.
     fn bench(&self, thread: usize) -> Bench {
@@ -510,20 +331,7 @@ impl Call<'_> {
     /// A thread's share of the shrink: ranks of segments, split by their number of dot products.
     fn shrink(&self, part: usize, parts: usize) {
         if self.tiled_adapters() {
-            let mut bench = self.bench(part);
-            let tiles = self.tiles.as_ref().expect("rows were made tiles where adapters are");
-            let call = tiles::ShrinkCall {
-                tiles,
-                inputs: self.inputs,
-                plan: self.plan,
-                segments: self.segments,
-                shrunk: self.shrunk,
-            };
-            if let Some(entry) = self.plan.entries().iter().find(|entry| entry.row as usize >= self.rows) {
-                panic!("the plan names row `{}` of a batch of {}", entry.row, self.rows);
-            }
-            // SAFETY: the tiles are those of the plan's rows, the bench is this thread's, and the level is available.
-            unsafe { call.run((part, parts), &mut bench.registers, bench.spare) };
+            self.tiled_shrink(part, parts);
             return;
         }
         let total: usize = self.segments.iter().map(|segment| segment.rank * segment.count).sum();
@@ -697,76 +505,6 @@ impl Call<'_> {
         }
     }
 
-    /// Panels of gates and ups of one block of rows, by tile products, and their activation.
-    fn run_of_gates(
-        &self,
-        share: Range<usize>,
-        prepared: &Prepared<'_>,
-        (out, out_width): (*mut f32, usize),
-        bench: &mut Bench,
-    ) {
-        let (first_row, rows) = (prepared.first_row, prepared.rows);
-        let mut panel = share.start;
-        while panel < share.end {
-            let group = panels_side_by_side(self.level, true, rows, share.end - panel);
-            let part = &self.parts[0];
-            let width = group * part.format.width();
-            let first_output = panel * part.format.width();
-            let last_output = (first_output + width).min(part.outputs);
-            let tiles = [bench.tile, bench.second_tile];
-            for ((part, deltas), tile) in self.parts.iter().zip(prepared.deltas.iter().flatten()).zip(tiles) {
-                let next = (panel + group).min(part.panels - 1) * part.format.panel_bytes(self.inputs);
-                let follows = part.weights.wrapping_add(next);
-                self.tiled_base(part, (panel, group), (first_row, rows), deltas, follows, (tile, &mut bench.registers));
-                // SAFETY: the tile has these rows; B has panels for all outputs of the part.
-                unsafe { Self::add_deltas(deltas, (first_output, last_output), width, tile, bench) };
-            }
-            let bias = |part: &Part| {
-                if part.bias.is_null() { part.bias } else { part.bias.wrapping_add(first_output) }
-            };
-            let job = tiles::FinishGated {
-                sums: tiles.map(<*mut f32>::cast_const),
-                width,
-                rows,
-                count: last_output - first_output,
-                bias: [bias(&self.parts[0]), bias(&self.parts[1])],
-                out: out.wrapping_add(first_row * out_width + first_output),
-                out_width,
-            };
-            // SAFETY: these columns of the tiles, the result and the biases, which no other thread has; the level is available.
-            unsafe { job.run() };
-            panel += group;
-        }
-    }
-
-    /// As [`Self::panels`] for the embedding: the tile starts from what `out` holds.
-    fn embed_panels(&self, thread: usize, threads: usize) {
-        let part = &self.parts[0];
-        let mut bench = self.bench(thread);
-        let tile = bench.tile;
-        let blocks = self.rows.div_ceil(self.tile_rows);
-        let mut first_row = 0;
-        for block in 0..blocks {
-            let rows = block_rows(self.rows, self.tile_rows, block);
-            let deltas = self.deltas(part, first_row, rows);
-            for panel in Pool::split(part.panels, 1, thread, threads) {
-                let first = panel * B_WIDTH;
-                let count = B_WIDTH.min(part.outputs - first);
-                for index in 0..rows {
-                    // SAFETY: `count` values of an output row, and room for them in the tile.
-                    unsafe {
-                        let from = part.out.add((first_row + index) * part.out_width + first);
-                        std::ptr::copy_nonoverlapping(from, tile.add(index * B_WIDTH), count);
-                    }
-                }
-                // SAFETY: the tile has these rows; B has panels for all outputs of the part.
-                unsafe { Self::add_deltas(&deltas, (first, first + count), B_WIDTH, tile, &mut bench) };
-                Self::finish(part, first, B_WIDTH, first_row, rows, tile);
-            }
-            first_row += rows;
-        }
-    }
-
     /// Rounds rows to pairs of bf16, behind the thread's tile.
     fn round_rows(&self, first_row: usize, rows: usize, tile: *mut f32) {
         #[cfg(target_arch = "x86_64")]
@@ -778,7 +516,7 @@ impl Call<'_> {
                 let row =
                     std::slice::from_raw_parts(self.input.add((first_row + index) * self.input_width), self.inputs);
                 let out = std::slice::from_raw_parts_mut(tile.add(TILE + index * words).cast::<u32>(), words);
-                super::x86::avx512_gemm::round_to_pairs(row, out);
+                crate::cpu::x86::avx512_gemm::round_to_pairs(row, out);
             }
         }
         #[cfg(not(target_arch = "x86_64"))]
@@ -832,35 +570,6 @@ impl Call<'_> {
         }
     }
 
-    /// As [`Self::base`] by tile products.
-    fn tiled_base(
-        &self,
-        part: &Part,
-        (panel, group): (usize, usize),
-        (first_row, rows): (usize, usize),
-        deltas: &Deltas<'_>,
-        follows: *const u8,
-        (tile, registers): (*mut f32, &mut Registers),
-    ) {
-        let panel_bytes = part.format.panel_bytes(self.inputs);
-        let (first_output, width) = (panel * part.format.width(), group * part.format.width());
-        let ahead = deltas.ahead(first_output, width, tiles::gaps(self.inputs, rows));
-        let panels = tiles::Panels {
-            tiles: self.tiles.as_ref().expect("rows were made tiles where the base is"),
-            first_row,
-            rows,
-            inputs: self.inputs,
-            weights: part.weights.wrapping_add(panel * panel_bytes),
-            panel_bytes,
-            panels: group,
-            sums: tile,
-            follows,
-            ahead: ahead.as_ref(),
-        };
-        // SAFETY: panels, tiles and sums are as large as the job says; the backend's level is available.
-        unsafe { panels.run(registers) };
-    }
-
     /// The part's adapters for a block of rows.
     fn deltas(&self, part: &Part, first_row: usize, rows: usize) -> Deltas<'_> {
         let segments = &self.segments[part.first_segment..part.last_segment];
@@ -896,28 +605,6 @@ impl Call<'_> {
         }
     }
 
-    /// As [`Self::finish`] on a level with tile registers.
-    fn finish_tiled(
-        part: &Part,
-        (first_output, last_output): (usize, usize),
-        width: usize,
-        (first_row, rows): (usize, usize),
-        tile: *mut f32,
-    ) {
-        let job = tiles::Finish {
-            sums: tile,
-            width,
-            rows,
-            count: last_output - first_output,
-            bias: if part.bias.is_null() { part.bias } else { part.bias.wrapping_add(first_output) },
-            out: part.out.wrapping_add(first_row * part.out_width + first_output),
-            out_width: part.out_width,
-            add: part.mode == LinearOutput::Add,
-        };
-        // SAFETY: these columns of the tile, the result and the bias, which no other thread has; the level is available.
-        unsafe { job.run() };
-    }
-
     /// Bias, and the tile's rows into the result.
     fn finish(part: &Part, first_output: usize, width: usize, first_row: usize, rows: usize, tile: *mut f32) {
         let count = width.min(part.outputs - first_output);
@@ -949,7 +636,8 @@ impl Call<'_> {
 /// Panels computed together: with few rows one panel has too few chains to keep memory busy.
 const fn panels_side_by_side(level: SimdLevel, tiled: bool, rows: usize, left: usize) -> usize {
     match (level, rows, left) {
-        _ if tiled => if rows <= tiles::TILE_ROWS && left >= 2 { 2 } else { 1 },
+        (_, ..=tiles::TILE_ROWS, 2..) if tiled => 2,
+        _ if tiled => 1,
         (SimdLevel::Avx2 | SimdLevel::Amx, 1, 6..) => 6,
         (_, 1, 4..) => 4,
         (SimdLevel::Avx2 | SimdLevel::Amx, 2, 3..) => 3,
