@@ -7,7 +7,7 @@
 
 use super::super::ahead::Ahead;
 use super::amx::{
-    Product, TILE_BYTES, TILE_COLUMNS, TILE_PAIRS, TileShape, Tiles, one_panel, two_groups_fetching_2,
+    AHEAD, Product, TILE_BYTES, TILE_COLUMNS, TILE_PAIRS, TileShape, Tiles, one_panel, two_groups_fetching_2,
     two_groups_fetching_8, two_groups_fetching_32, two_panels,
 };
 use super::rows::RowTiles;
@@ -17,6 +17,8 @@ use super::{Registers, TILE_INPUTS, TILE_ROWS};
 const STEP_BYTES: usize = 2 * TILE_BYTES;
 /// Steps of a stretch that many rows pass by: with the rows' own tiles, what the first-level cache holds.
 const STRETCH: usize = 8;
+/// Steps whose bytes are prefetched ahead of their use.
+const AHEAD_STEPS: usize = AHEAD.div_ceil(STEP_BYTES);
 /// Steps between two looks at what else is to be fetched.
 const STRETCH_WITH_GAPS: usize = 8;
 
@@ -61,7 +63,14 @@ impl Panels<'_> {
         let stretches = whole.div_ceil(most.max(1));
         let mut first = 0;
         for left in (1..=stretches).rev() {
-            let steps = (whole - first).div_ceil(left);
+            let mut steps = (whole - first).div_ceil(left);
+            if few && left == 1 && steps > AHEAD_STEPS {
+                // What is prefetched during the last steps belongs to whatever follows.
+                // SAFETY: passed on.
+                unsafe { self.stretch(registers, first, steps - AHEAD_STEPS, TILE_PAIRS) };
+                first += steps - AHEAD_STEPS;
+                steps = AHEAD_STEPS;
+            }
             // SAFETY: passed on.
             unsafe { self.stretch(registers, first, steps, TILE_PAIRS) };
             first += steps;
@@ -95,7 +104,7 @@ impl Panels<'_> {
             let sums = self.sums.wrapping_add(row * stride);
             let second = if self.count == 2 { sums.wrapping_add(32) } else { sums.wrapping_add(TILE_ROWS * stride) };
             let prefetch = if passes == 1 {
-                Product::ahead(weights)
+                if last { self.follows } else { Product::ahead(weights) }
             } else {
                 next.wrapping_add(pass * lines * steps * 64 % bytes)
             };

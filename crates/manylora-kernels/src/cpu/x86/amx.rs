@@ -20,7 +20,7 @@ pub(in crate::cpu) const TILE_LINE: usize = 64;
 pub(in crate::cpu) const TILE_BYTES: usize = TILE_ROWS * TILE_LINE;
 /// How far ahead of its use a stream of weights is prefetched: between loads and products, so that the core's few buffers
 /// for lines under way never run empty.
-const AHEAD: usize = 3072;
+pub(in crate::cpu) const AHEAD: usize = 3072;
 
 /// The shapes of all tile registers, as far as kernels choose them.
 ///
