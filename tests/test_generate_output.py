@@ -39,6 +39,20 @@ def test_an_answer_to_another_row_is_never_passed_over(tmp_path: Path, row: dict
     assert "1 of 1 rows are answered already" in run(*command(str(tmp_path / "in.jsonl"), output)).stderr
 
 
+@pytest.mark.parametrize("flags", [[], ["--overwrite"]])
+def test_a_base_that_is_wrong_leaves_no_file_and_loses_none(tmp_path: Path, flags: list[str]) -> None:
+    source, output = write_rows(tmp_path / "in.jsonl", ROW), tmp_path / "answers.jsonl"
+    wrong = ["generate", str(tmp_path / "no-base"), *ENGINE[1:], "-i", source, "-o", str(output), *flags]
+    refused(*wrong)
+    assert not output.exists()
+    run(*command(source, output))
+    kept = output.read_text()
+    refused(*wrong)
+    assert output.read_text() == kept
+    run(*command(source, output, "--overwrite"))
+    assert output.read_text().count("\n") == 1
+
+
 def test_the_order_of_a_rows_fields_is_no_matter(tmp_path: Path) -> None:
     output = tmp_path / "answers.jsonl"
     run(*command(write_rows(tmp_path / "in.jsonl", ROW), output))

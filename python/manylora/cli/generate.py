@@ -88,9 +88,11 @@ def run(arguments: argparse.Namespace) -> int:
         if answered:
             print(f"{len(answered)} of {len(jobs)} rows are answered already", file=sys.stderr)
         if not left:
+            output.begin()
             return 0
         with AsyncLLM.from_engine_args(engine.settings) as llm:
             engine.register(llm.llm_engine)
+            output.begin()
             failed = asyncio.run(_answer(llm, left, output, engine.at_once))
     finally:
         output.close()

@@ -70,7 +70,7 @@ class RowFile:
         path: the file.
         first: the field that each of its rows begins with.
         is_own: whether a row is of the kind that is written here. A file that has others is not touched.
-        overwrite: begin anew, whatever is there.
+        overwrite: begin anew, whatever is there, when :meth:`begin` is called.
 
     Raises:
         ValidationError: the file cannot be written, or holds something else.
@@ -82,9 +82,12 @@ class RowFile:
         self.rows: list[dict[str, Any]] = []
         self._first, self._is_own = first, is_own
         try:
-            whole = 0 if overwrite or not self.path.exists() else self._read()
+            self._made = not self.path.exists()
+            whole = 0 if overwrite or self._made else self._read()
             self._file: TextIO = self.path.open("a", encoding="utf-8")
-            self._file.truncate(whole)
+            self._anew = overwrite
+            if not overwrite:
+                self._file.truncate(whole)
         except OSError as error:
             raise ValidationError(f"`{path}` cannot be written: {error}") from error
 
@@ -124,6 +127,11 @@ class RowFile:
         else:
             self._own(where, line)
 
+    def begin(self) -> None:
+        """Clear what is to be overwritten: now that nothing stands in the way of other rows."""
+        if self._anew:
+            self._file.truncate(0)
+
     def write(self, row: Mapping[str, Any]) -> None:
         """Add a row; it is there whatever happens next."""
         self._file.write(_line(row))
@@ -139,5 +147,7 @@ class RowFile:
         self._file = self.path.open("a", encoding="utf-8")
 
     def close(self) -> None:
-        """Close it."""
+        """Close it. A file that was not there before and got no row is not left behind."""
         self._file.close()
+        if self._made and self.path.stat().st_size == 0:
+            self.path.unlink()

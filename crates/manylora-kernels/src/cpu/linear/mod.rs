@@ -5,6 +5,9 @@
 //! first-level cache, lets each adapter's B continue the very accumulators (`expand`, in the plan's order), adds the bias
 //! and writes the result. Each (row, output) is one chain of additions in a fixed order, so it does not depend on the
 //! other rows.
+//!
+//! `segments` looks the adapters up, `embed` adds the embedding's deltas, `tiled` is what a level with tile registers does
+//! instead.
 #![expect(unsafe_code, reason = "threads write disjoint columns of shared outputs")]
 
 mod embed;
