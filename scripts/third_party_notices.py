@@ -3,8 +3,8 @@
     python scripts/third_party_notices.py            # writes THIRD_PARTY_NOTICES.txt
     python scripts/third_party_notices.py --check    # fails if the file is not what would be written
 
-The crates are those that `cargo metadata` resolves from Cargo.lock for the extension module on the platforms that wheels are
-made for. Texts are read from the crates' own packages, and a text that several crates share is written once.
+The crates are those that `cargo metadata` resolves from Cargo.lock for the extension module on the platforms that
+wheels are made for. Texts are read from the crates' own packages, and a text that several crates share is written once.
 """
 
 import argparse
@@ -27,13 +27,14 @@ NO_TEXTS = {".rs", ".toml", ".json", ".spdx"}
 
 HEAD = """Third-party notices
 
-ManyLoRA's extension module contains the following crates, compiled from their packages without changes. Each is listed with its
-version and the licence that its manifest names, then the texts that come with them, each once with the crates that it comes with.
+ManyLoRA's extension module contains the following crates, compiled from their packages without changes. Each is listed
+with its version and the licence that its manifest names, then the texts that come with them, each once with the crates
+that it comes with.
 """
 
 
 def metadata(platform: str) -> dict[str, Any]:
-    """What cargo resolves for a platform."""
+    """Return what cargo resolves for a platform."""
     command = ["cargo", "metadata", "--format-version", "1", "--locked", "--features", FEATURES]
     run = subprocess.run(
         [*command, "--filter-platform", platform], cwd=ROOT, check=False, capture_output=True, text=True
@@ -45,7 +46,7 @@ def metadata(platform: str) -> dict[str, Any]:
 
 
 def linked(resolved: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Packages from elsewhere that the extension is linked with, by id: through normal dependencies only."""
+    """Return the packages from elsewhere that the extension is linked with, by id: through normal dependencies only."""
     packages = {package["id"]: package for package in resolved["packages"]}
     nodes = {node["id"]: node for node in resolved["resolve"]["nodes"]}
     (start,) = (package["id"] for package in resolved["packages"] if package["name"] == EXTENSION)
@@ -60,7 +61,7 @@ def linked(resolved: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def texts(package: dict[str, Any]) -> list[str]:
-    """The licence texts in a crate's package, without the space around them."""
+    """Return the licence texts in a crate's package, without the space around them."""
     folder = Path(package["manifest_path"]).parent
     named = [folder / package["license_file"]] if package.get("license_file") else []
     named += sorted(
@@ -76,7 +77,7 @@ def texts(package: dict[str, Any]) -> list[str]:
 
 
 def notices() -> str:
-    """The whole file."""
+    """Return the whole file."""
     packages: dict[str, dict[str, Any]] = {}
     for platform in PLATFORMS:
         packages.update(linked(metadata(platform)))
