@@ -152,6 +152,32 @@ fn an_empty_slot_is_never_answered_with_the_base() {
     }
 }
 
+/// Numbers of every size, down to those that count as zero and up to those whose products do not fit: one row alone goes
+/// through instructions of its own on some levels.
+#[test]
+fn numbers_of_any_size_have_the_bits_of_the_batch() {
+    for (level, dtype) in variants() {
+        let backend = backend(level, 2);
+        for (rows, inputs, outputs) in [(5, 896, [70, 40, 64]), (17, 333, [33, 96, 5])] {
+            let mut case = mixed(90 + rows as u64, rows, inputs, &outputs, dtype);
+            let mut random = Random(inputs as u64);
+            let mut stretch = |values: &mut [f32], least: i32, exponents: usize| {
+                for value in values {
+                    *value *= 2.0f32.powi(least + random.below(exponents) as i32);
+                }
+            };
+            stretch(&mut case.input, -130, 190);
+            for part in &mut case.parts {
+                stretch(&mut part.weight.values, -100, 160);
+            }
+            let packed = Packed::new(&case, &backend);
+            let batch = packed.run(&case, &backend);
+            assert!(batch.iter().flatten().any(|value| value.is_finite() && value.abs() > 1e20), "{level} {dtype:?}");
+            assert_rows_alone(&case, &packed, &backend, &outputs, &format!("{level} {dtype:?}, {rows} rows"));
+        }
+    }
+}
+
 /// The activation of gate and up in one call: what it makes of the two linear maps, and the same bits for a row alone.
 #[test]
 fn gated_maps_are_those_of_their_parts() {

@@ -8,7 +8,7 @@
 use super::super::ahead::Ahead;
 use super::amx::{
     AHEAD, Product, TILE_BYTES, TILE_COLUMNS, TILE_PAIRS, TileShape, Tiles, one_panel, two_groups_fetching_2,
-    two_groups_fetching_8, two_groups_fetching_32, two_panels,
+    two_groups_fetching_8, two_groups_fetching_32, two_panels, two_panels_one_row,
 };
 use super::rows::RowTiles;
 use super::{Registers, TILE_INPUTS, TILE_ROWS};
@@ -98,8 +98,6 @@ impl Panels<'_> {
             let row = pass * 2 * TILE_ROWS;
             let rows = (self.rows - row).min(2 * TILE_ROWS);
             let (above, below) = (rows.min(TILE_ROWS), rows.saturating_sub(TILE_ROWS));
-            let shape = TileShape { first: above, second: below.max(1), columns: TILE_COLUMNS, pairs };
-            registers.shape(if below == 0 { TileShape { second: above, ..shape } } else { shape });
             let inputs = self.tiles.row(self.first_row + row).wrapping_add(first * TILE_BYTES);
             let sums = self.sums.wrapping_add(row * stride);
             let second = if self.count == 2 { sums.wrapping_add(32) } else { sums.wrapping_add(TILE_ROWS * stride) };
@@ -117,6 +115,20 @@ impl Panels<'_> {
                 fresh: first == 0,
                 prefetch: [prefetch, prefetch.wrapping_add(self.panel_bytes)],
             };
+            if self.rows == 1 {
+                // One panel is computed twice, with sums of its own: it is there, and rare.
+                let mut same = [0.0; 32];
+                let alone =
+                    Product { weights: [weights; 2], sums: [sums, same.as_mut_ptr()], prefetch: [prefetch; 2], ..job };
+                // SAFETY: passed on.
+                unsafe { two_panels_one_row(if self.count == 2 { &job } else { &alone }, pairs) };
+                if let Some(ahead) = self.ahead {
+                    ahead.gap();
+                }
+                continue;
+            }
+            let shape = TileShape { first: above, second: below.max(1), columns: TILE_COLUMNS, pairs };
+            registers.shape(if below == 0 { TileShape { second: above, ..shape } } else { shape });
             // SAFETY: the shape is the job's; passed on.
             unsafe {
                 match (self.count, below, lines) {

@@ -343,6 +343,129 @@ pub(in crate::cpu) unsafe fn one_panel(job: &Product) {
     }
 }
 
+/// What `tdpbf16ps` does to the first row of its tiles, by vectors, for two panels side by side; each step prefetches as much as
+/// it reads. For one row a tile takes as many loads as for sixteen, and vectors read memory faster.
+///
+/// In each step even inputs and odd inputs are summed apart from zero on, fused, pair by pair, then added up and added to the
+/// sums; denormals count as zero. So the instruction is specified, and the bits are the same (the tests of rows that are alone
+/// and among others compare them).
+///
+/// # Safety
+/// The job's pointers are valid for what it says, for one row and `pairs` pairs of inputs in each step, and the processor has
+/// AVX-512.
+pub(in crate::cpu) unsafe fn two_panels_one_row(job: &Product, pairs: usize) {
+    /// Exceptions masked, rounded to nearest; denormals are zero as inputs (bit 6) and as results (bit 15).
+    const MODE: u32 = 0x1F80 | 1 << 6 | 1 << 15;
+    /// Even and odd inputs of a step, and the mode.
+    #[repr(C, align(64))]
+    struct Spare([f32; 32], u32, u32);
+    if job.tiles == 0 {
+        return;
+    }
+    let mut spare = Spare([0.0; 32], MODE, 0);
+    // SAFETY: passed on. The mode is the caller's again at the end. Prefetches may point anywhere.
+    unsafe {
+        asm!(
+            "stmxcsr [{spare} + 132]",
+            "ldmxcsr [{spare} + 128]",
+            "vpternlogd zmm31, zmm31, zmm31, 255",
+            "vpslld zmm31, zmm31, 16",
+            "vxorps xmm24, xmm24, xmm24",
+            "vxorps xmm25, xmm25, xmm25",
+            "vxorps xmm26, xmm26, xmm26",
+            "vxorps xmm27, xmm27, xmm27",
+            "test {fresh:e}, {fresh:e}",
+            "jnz 3f",
+            "vmovups zmm24, [{sums}]",
+            "vmovups zmm25, [{sums} + 64]",
+            "vmovups zmm26, [{second_sums}]",
+            "vmovups zmm27, [{second_sums} + 64]",
+            "3:",
+            "vmovdqu64 zmm30, [{inputs}]",
+            "vpslld zmm29, zmm30, 16",
+            "vpandd zmm30, zmm30, zmm31",
+            "vmovaps [{spare}], zmm29",
+            "vmovaps [{spare} + 64], zmm30",
+            "vpxord zmm16, zmm16, zmm16",
+            "vpxord zmm17, zmm17, zmm17",
+            "vpxord zmm18, zmm18, zmm18",
+            "vpxord zmm19, zmm19, zmm19",
+            "vpxord zmm20, zmm20, zmm20",
+            "vpxord zmm21, zmm21, zmm21",
+            "vpxord zmm22, zmm22, zmm22",
+            "vpxord zmm23, zmm23, zmm23",
+            "xor {pair:e}, {pair:e}",
+            "4:",
+            "vmovdqa64 zmm0, [{weights}]",
+            "vmovdqa64 zmm1, [{weights} + 64]",
+            "vmovdqa64 zmm2, [{second}]",
+            "vmovdqa64 zmm3, [{second} + 64]",
+            "vbroadcastss zmm8, [{spare} + {pair}*4]",
+            "vbroadcastss zmm9, [{spare} + {pair}*4 + 64]",
+            "prefetcht0 [{ahead}]",
+            "prefetcht0 [{ahead} + 64]",
+            "prefetcht0 [{second_ahead}]",
+            "prefetcht0 [{second_ahead} + 64]",
+            "vpslld zmm4, zmm0, 16",
+            "vpslld zmm5, zmm1, 16",
+            "vpslld zmm6, zmm2, 16",
+            "vpslld zmm7, zmm3, 16",
+            "vpandd zmm0, zmm0, zmm31",
+            "vpandd zmm1, zmm1, zmm31",
+            "vpandd zmm2, zmm2, zmm31",
+            "vpandd zmm3, zmm3, zmm31",
+            "vfmadd231ps zmm16, zmm4, zmm8",
+            "vfmadd231ps zmm17, zmm0, zmm9",
+            "vfmadd231ps zmm18, zmm5, zmm8",
+            "vfmadd231ps zmm19, zmm1, zmm9",
+            "vfmadd231ps zmm20, zmm6, zmm8",
+            "vfmadd231ps zmm21, zmm2, zmm9",
+            "vfmadd231ps zmm22, zmm7, zmm8",
+            "vfmadd231ps zmm23, zmm3, zmm9",
+            "add {weights}, 128",
+            "add {second}, 128",
+            "add {ahead}, 128",
+            "add {second_ahead}, 128",
+            "inc {pair}",
+            "cmp {pair}, {pairs}",
+            "jb 4b",
+            "vaddps zmm16, zmm16, zmm17",
+            "vaddps zmm18, zmm18, zmm19",
+            "vaddps zmm20, zmm20, zmm21",
+            "vaddps zmm22, zmm22, zmm23",
+            "vaddps zmm24, zmm24, zmm16",
+            "vaddps zmm25, zmm25, zmm18",
+            "vaddps zmm26, zmm26, zmm20",
+            "vaddps zmm27, zmm27, zmm22",
+            "add {inputs}, 1024",
+            "dec {tiles}",
+            "jnz 3b",
+            "vmovups [{second_sums}], zmm26",
+            "vmovups [{second_sums} + 64], zmm27",
+            "vmovups [{sums}], zmm24",
+            "vmovups [{sums} + 64], zmm25",
+            "ldmxcsr [{spare} + 132]",
+            fresh = in(reg) u32::from(job.fresh),
+            spare = in(reg) &raw mut spare,
+            sums = in(reg) job.sums[0],
+            second_sums = in(reg) job.sums[1],
+            inputs = inout(reg) job.inputs[0] => _,
+            weights = inout(reg) job.weights[0] => _,
+            second = inout(reg) job.weights[1] => _,
+            ahead = inout(reg) job.prefetch[0] => _,
+            second_ahead = inout(reg) job.prefetch[1] => _,
+            tiles = inout(reg) job.tiles => _,
+            pair = out(reg) _,
+            pairs = in(reg) pairs,
+            out("zmm0") _, out("zmm1") _, out("zmm2") _, out("zmm3") _, out("zmm4") _, out("zmm5") _, out("zmm6") _,
+            out("zmm7") _, out("zmm8") _, out("zmm9") _, out("zmm16") _, out("zmm17") _, out("zmm18") _,
+            out("zmm19") _, out("zmm20") _, out("zmm21") _, out("zmm22") _, out("zmm23") _, out("zmm24") _,
+            out("zmm25") _, out("zmm26") _, out("zmm27") _, out("zmm29") _, out("zmm30") _, out("zmm31") _,
+            options(nostack),
+        );
+    }
+}
+
 /// Rows of one group by up to 16 ranks of A: `tiles` steps, every fourth one in the same of four accumulators.
 pub(in crate::cpu) struct Shrink {
     /// The first row's line of the group's first tile.
